@@ -37,9 +37,7 @@ from jettison.predict.ranges import (
     ANCHORED,
     DATA,
     UNEVEN,
-    FitVerdict,
     Measure,
-    Range,
     classes_of,
     figures,
     kind_of,
@@ -48,7 +46,7 @@ from jettison.predict.ranges import (
     stack_of,
 )
 from jettison.predict.time import estimate
-from jettison.spec.device_allowance import fixed_allowance
+from jettison.spec.device_allowance import FitVerdict, Range, fixed_allowance
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 
@@ -115,6 +113,8 @@ NOT_COUNTED: Final = {
     "length-unsaid": "the length of sequences is not said",
     "first-step": "measured after the first step",
     "own-code": "the model has code of its own on the Hub, which was not read",
+    "frees-cache": "its loop frees the cache every tenth step (method_comparison/MetaMathQA/run.py, 5d602fdb), so "
+    "that no segments of shorter micro-batches stay",
     "trl-setup": "TRL's list of models is older than the settings in its file, and nearly what is reserved before the "
     "first step",
     "megatron-2021": "without contiguous buffers, parameters refer to the gradients of the step before "
@@ -125,8 +125,6 @@ NOT_COUNTED: Final = {
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""
-EMPTY_PROCESS: Final = 1343 * MIB
-"""Device bytes of an empty process, which ``one_gpu_more.csv`` has subtracted from nvidia-smi's."""
 PUBLISHERS: Final = (
     ("torchtitan", "torchtitan"),
     ("pytorch PR", "torchtitan"),
@@ -285,18 +283,17 @@ def _one_gpu() -> Iterator[Entry]:
         if one.own is not None:
             note.append(f"the project's own modules on fake tensors: {one.own:.2f} {one.unit}")
         where, first = f"{one.framework}: {one.source}", one.first
-        known = one.figure in ("allocated", "reserved", "occupied")
-        figure = one.figure if known else "unstated"
+        # nvidia-smi's figures are less an empty process there, so that what is left is reserved
+        figure = {"allocated": "allocated", "reserved": "reserved", "occupied": "reserved"}.get(one.figure, "unstated")
         if one.recorded:  # its model needs torch
             row = Row(
                 figure=figure, source=one.framework, stack="torch", kind="images", hardware="", run=one.run, value=0
             )
             found = Entry(row=row, counted=False, unit=one.unit, published=one.published, modelled=None)
         else:
-            more = EMPTY_PROCESS / UNITS[one.unit] if one.figure == "occupied" else 0
-            source = publisher(one.framework)
-            there = one.published + more
-            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not kept_inputs)
+            counted = figure != "unstated" and not kept_inputs
+            source, run = publisher(one.framework), one.described()
+            found = _bytes(figure, source, run, one.run, one.published, one.unit, counted)
         words = "; ".join(part for part in note if part)
         yield replace(found, first=first, round="one GPU", note=words, where=where)
 

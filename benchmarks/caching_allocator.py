@@ -22,16 +22,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
 from benchmarks import one_gpu
 from jettison.core.units import GIB, MIB
-from jettison.formula.liveness import Backward, begin
+from jettison.formula.liveness import Backward
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp
-from jettison.predict.forecast import forecast_sizes
+from jettison.predict.forecast import Stage, forecast_sizes
 from jettison.predict.stages import FULL, StageRegion, cached_segments, named_frames
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
@@ -152,13 +153,8 @@ def _backward(part: StageRegion, rule: GradientRule, accumulates: bool) -> tuple
     """Events of a region's backward, and the gradient of its input."""
     region, events = part.region, list[Event]()
     frames = () if part.held else named_frames(region, part.policy)
-    given = {"region": region, "kept": part.kept, "rule": rule, "accumulates": accumulates, "held": part.held}
-    again = frozenset(region.program.recompute_set(part.kept))
-
-    def kind(**more: Any) -> _Recorded:
-        return _Recorded(events=events, **more)
-
-    backward: _Recorded = begin(kind, again=again, frames=frames, **given)  # type: ignore[arg-type]
+    given = {"rule": rule, "accumulates": accumulates, "frames": frames, "held": part.held}
+    backward = _Recorded(events=events, region=region, kept=part.kept, **given)
     backward.run(region.last_read, reentrant=rule.reentrant and part.policy == FULL and not part.held)
     return tuple(events), backward.gradient.get(next(iter(region.tape.sources)))
 
@@ -179,7 +175,7 @@ class _Steps:
     def __init__(self, run: Run) -> None:
         stage = forecast_sizes(run).worst
         self.run, self.load, self.allocator = run, stage.load, CachingAllocator()
-        self.parts = [group.part for chunk in stage.groups for group in chunk for _ in group.names]
+        self.parts = self._parts(stage)
         weights = [w for part in self.parts for w in part.region.weights if not w.tied]
         total = sum(w.held_bytes for w in weights) or 1
         for number, w in enumerate(weights):
@@ -187,9 +183,15 @@ class _Steps:
         self.allocator.allocate(("fixed",), self.load.fixed - stage.static.parameters)
         self.learned = [w.numel for w in weights if not w.frozen]
 
-    def step(self, *, first: bool) -> None:
-        """One step of up to two micro-batches."""
-        for micro_batch in range(min(2, self.run.micro_batches)):
+    @staticmethod
+    def _parts(stage: Stage) -> list[StageRegion]:
+        return [group.part for chunk in stage.groups for group in chunk for _ in group.names]
+
+    def step(self, *, first: bool, lengths: Sequence[int] = ()) -> None:
+        """One step of up to two micro-batches, or of one of each length."""
+        for micro_batch, seq in enumerate(lengths or [self.run.seq] * min(2, self.run.micro_batches)):
+            if lengths:
+                self.parts = self._parts(forecast_sizes(replace(self.run, seq=seq)).worst)
             self._micro_batch(micro_batch)
         total, allocator = sum(self.learned), self.allocator
         for name, nbytes in (("state", self.load.state if first else 0), ("stepping", self.load.optimizer_transient)):
@@ -248,11 +250,11 @@ class _Steps:
             self.allocator.free(key)
 
 
-def simulated(run: Run) -> CachingAllocator:
-    """The allocator after three steps of a run on one rank."""
+def simulated(run: Run, lengths: Sequence[Sequence[int]] = ((),) * STEPS) -> CachingAllocator:
+    """The allocator after three steps of a run on one rank, or after steps of micro-batches of these lengths."""
     steps = _Steps(run)
-    for number in range(STEPS):
-        steps.step(first=number == 0)
+    for number, own in enumerate(lengths):
+        steps.step(first=number == 0, lengths=own)
     return steps.allocator
 
 

@@ -16,7 +16,8 @@ one of five or more has all of it.
 NOTE [ Expected times ]
 The model counts as `ENOUGH` sources that say 1: of a class of n sources the expected time is n / (n + 5) of the way
 from what is modelled to the median. By ranges of other sources that is nearer than either end for rows that took no
-part. Bytes are counted, and stay what they are.
+part. Bytes are counted, and stay what they are; fragments are the median, or 0 where that is negative, as an allocator
+reserves what is allocated: there bytes of those runs are modelled too high.
 
 NOTE [ First answers ]
 Most of today's residuals are of rows that were looked into, and whose causes were mended. A new row was not. So in the
@@ -45,7 +46,8 @@ from itertools import accumulate, permutations, product
 from statistics import mean
 from typing import Final
 
-from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, Range, classes_of
+from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, classes_of
+from jettison.spec.device_allowance import Range
 
 ENOUGH: Final = 5
 """Sources."""
@@ -111,7 +113,7 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
 
     @cache
     def expected(source: str, classes: tuple[str, ...]) -> float:
-        return quantile(ordered(pool([row for row in rows if row.source != source], classes).values()), 0.5)
+        return _spread(measure, [row for row in rows if row.source != source], classes)[0]
 
     groups: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -192,7 +194,7 @@ def _spread(measure: Measure, rows: Sequence[Row], classes: Sequence[str]) -> tu
     middle, sources = quantile(today, 0.5), sum(weight for weight, _ in found.values())
     expected = {
         Measure.ALLOCATED: 1.0,
-        Measure.FRAGMENTS: middle,
+        Measure.FRAGMENTS: max(0.0, middle),
         Measure.TIME: 1 + sources / (sources + ENOUGH) * (middle - 1),
     }[measure]
     if measure is Measure.FRAGMENTS or (measure is Measure.ALLOCATED and code_read(rows, classes)):

@@ -13,8 +13,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import available_bytes, buffers, extra_bytes, forecast
-from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, unlike_anchor
-from jettison.predict.stages import cached_segments
+from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, segments_beyond, unlike_anchor
 from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
@@ -215,7 +214,7 @@ def test_ranges_of_an_anchored_run_are_those_of_anchored_runs() -> None:
     own = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, RUN)).expected
     assert anchor.fragments is not None and anchor.context is not None
     expected = (anchor.fragments + own) / 2 + of[Measure.FRAGMENTS].expected
-    cached = cached_segments(RUN) / 2
+    cached = segments_beyond(RUN, peak) / 2
     assert near.reserved.expected == pytest.approx(peak + cached + expected * (peak * GIB) ** 0.5)
     beyond = near.device.expected - near.reserved.expected - (plain.device.expected - plain.reserved.expected)
     assert beyond == pytest.approx(anchor.context)

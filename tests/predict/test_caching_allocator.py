@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from benchmarks.caching_allocator import CachingAllocator, simulated
 
-from jettison.core.units import MIB
+from jettison.core.units import GIB, MIB
 from jettison.predict.forecast import forecast
+from jettison.predict.optimizer_state import segments_after_update
+from jettison.predict.ranges import segments_beyond
 from jettison.predict.stages import cached_segments
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
@@ -35,3 +40,42 @@ def test_a_replayed_step_allocates_what_is_predicted(recompute: str) -> None:
     found, peak = simulated(run), forecast(run).peak_bytes
     assert found.peak == pytest.approx(peak, rel=0.02)
     assert 0.5 * cached_segments(run) < found.reserved - found.peak < 2 * cached_segments(run)
+
+
+def test_longer_micro_batches_leave_segments_of_shorter_ones() -> None:
+    """At least one more set of what the head's passes allocate, where lengths grow, and none in the opposite order."""
+    given = RunRequest(like="huggingface", lora="r=8", seq=2048, recompute="full")
+    run, uneven = (run_of("llama3.2-1b", replace(given, pad_to_longest=apart)) for apart in (False, True))
+    lengths = [256 * n for n in (1, 2, 4, 3, 5, 6, 8, 7)]
+
+    def unused(order: Sequence[int]) -> int:
+        found = simulated(uneven, [(length,) for length in order])
+        return found.reserved - found.peak
+
+    logits = 3 * 4 * 2048 * 128256  # fp32: logits, their log-softmax, the gradient
+    assert logits < cached_segments(uneven) < 1.1 * logits
+    assert cached_segments(uneven) < unused(lengths) < 3 * cached_segments(uneven)
+    assert unused(sorted(lengths, reverse=True)) < 2 * cached_segments(run) < 0.5 * cached_segments(uneven)
+    assert segments_beyond(uneven, 2 * logits) == cached_segments(uneven)  # more than a quarter
+
+
+def test_expandable_segments_grow_with_lengths() -> None:
+    like = RunRequest(like="unsloth", lora="r=8", seq=2048)
+    assert cached_segments(run_of("llama3.2-1b", replace(like, pad_to_longest=True))) == cached_segments(
+        run_of("llama3.2-1b", like)
+    )
+
+
+def test_optimizer_state_takes_segments_of_logits() -> None:
+    """From the second step on all that an update holds is reserved, and another set of logits."""
+    given = RunRequest(like="huggingface", optimizer="adamw-foreach", micro_batch=4, seq=1024, recompute="full")
+    run = run_of("llama3.2-1b", given)
+    first, second = (simulated(run, [()] * steps).reserved for steps in (1, 2))
+    update = 5 * forecast(run).worst.static.parameters  # a gradient, two moments and a temporary of each
+    logits = 3 * 4 * 4 * 1024 * 128256  # fp32: logits, their log-softmax, the gradient
+    assert update + logits < segments_after_update(run) < update + 1.1 * logits
+    assert first + 4 * GIB < second == pytest.approx(segments_after_update(run), rel=0.03)
+    assert segments_beyond(run, update) == segments_after_update(run) - update
+    plain, in_backward = (replace(given, optimizer="adamw", gradients=g) for g in ("one-by-one", "in-backward"))
+    held = [segments_after_update(run_of("llama3.2-1b", one)) for one in (given, plain, in_backward)]
+    assert [held[0] - nbytes for nbytes in held[1:]] == [update // 5, 2 * update // 5]  # temporaries; gradients

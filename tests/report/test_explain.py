@@ -15,13 +15,13 @@ from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
 from jettison.memory.stage_unit import Unit
 from jettison.memory.step import StageLoad
 from jettison.predict.forecast import Stage, available_bytes, forecast, limit_of
-from jettison.predict.ranges import FitVerdict, figures, fit_budgets, time_residual
+from jettison.predict.ranges import figures, fit_budgets, time_residual
 from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve, run_of
 from jettison.search.largest_fit import fitting_changes
-from jettison.spec.device_allowance import FitBudget, FitRule
+from jettison.spec.device_allowance import FitBudget, FitRule, FitVerdict
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule

@@ -17,12 +17,12 @@ import pytest
 from jettison.cli.main import run
 from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
-from jettison.predict.ranges import FitVerdict
 from jettison.report import explorer_steps
 from jettison.report.explorer_models import answered, run_of, usual_layout
 from jettison.report.explorer_plans import budgets, fit_data, front_data, offload_data, segments_data
 from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, StagePasses, step_data, time_data
 from jettison.report.step_slices import step_slices
+from jettison.spec.device_allowance import FitVerdict
 from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 

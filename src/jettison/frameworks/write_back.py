@@ -24,13 +24,13 @@ from jettison.frameworks.python_values import call_line, configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
 from jettison.predict.forecast import forecast
-from jettison.predict.ranges import FitVerdict, figures
+from jettison.predict.ranges import figures
 from jettison.predict.time import estimate
 from jettison.request.options import DECIDED, RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import AutoForecast
 from jettison.spec.anchor import RunAnchor
-from jettison.spec.device_allowance import Limit
+from jettison.spec.device_allowance import FitVerdict, Limit
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 

@@ -35,12 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import lcm, prod
 
 from jettison.core.dtypes import DTYPE_BYTES
+from jettison.formula.region import HEAD
 from jettison.formula.static import Static, state_bytes, static, together
 from jettison.formula.tape import Weight
-from jettison.predict.stages import Chunk, local_shape
+from jettison.predict.stages import Chunk, local_shape, most_of_passes, outline
 from jettison.spec.kernels import Device
 from jettison.spec.layout import ZeroBuckets
 from jettison.spec.precision import Gradients, Optimizer, element_bytes
@@ -251,6 +253,19 @@ def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
     if run.kernels.device is not Device.CPU or run.optimizer not in (Optimizer.ADAMW, Optimizer.MUON):
         return 0
     return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
+
+
+@lru_cache(maxsize=1024)
+def segments_after_update(run: Run) -> int:
+    """Return bytes of segments for an update and the head's passes: NOTE [ Cached segments ] in `device_allowance`."""
+    most = 0
+    for chunks in outline(run):
+        total = stage_state(run, chunks)
+        held = total.parameters + total.state + step_bytes(run, total, chunks)
+        held += total.gradients * (run.gradients is not Gradients.IN_BACKWARD)
+        heads = [group.part for chunk in chunks for group in chunk if group.part.name == HEAD]
+        most = max(most, held + sum(most_of_passes(run, part) for part in heads))
+    return most
 
 
 def _copied_gradients(run: Run, total: Static) -> int:

@@ -21,20 +21,13 @@ recipes. A class with fewer than five independent sources borrows the missing on
 Fragments of micro-batches that differ in length have a class of their own, below all.
 
 The range of device bytes includes that of context and communicators. On CPU nothing is reserved beyond tensors.
-
-NOTE [ Cached segments ]
-``c10/cuda/CUDACachingAllocator.cpp``: a tensor of 10 MiB and more that no free block can hold gets its own segment,
-which stays. Logits do not fit into segments of a layer's forward, and later backwards take those of logits apart. So
-steps that are replayed by its rules (`benchmarks.caching_allocator`) reserve, in addition to the peak, about what a
-layer's forward allocates and frees, with weights that it gathers, and a fifth of the head's forward. No published run
-has more than a quarter of its allocated bytes so: the longest sequences leave no room, and segments are freed.
 """
 
 from __future__ import annotations
 
 import tomllib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -44,8 +37,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.stages import cached_segments, segments_before_training
-from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, Limit, fixed_allowance
+from jettison.predict.optimizer_state import segments_after_update
+from jettison.predict.stages import cached_segments, other_streams, segments_before_training
+from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, FitVerdict, Limit, Range, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
@@ -57,8 +51,6 @@ if TYPE_CHECKING:
 
 DATA: Final = Path(__file__).with_name("ranges.toml")
 ALL: Final = "all"
-OTHERS: Final = "others"
-"""Folder of software stacks that several frameworks share."""
 UNEVEN: Final = "lengths differ"
 """Class of fragments of runs whose micro-batches differ in length, and the end of the names of their kinds."""
 ANCHORED: Final = "anchored"
@@ -82,19 +74,6 @@ class Measure(StrEnum):
     TIME = "time"
     ALLOCATED = "allocated"
     FRAGMENTS = "fragments"
-
-
-class FitVerdict(StrEnum):
-    """Whether a run fits, from the range of its bytes."""
-
-    FITS = "fits"
-    CLOSE = "too close to call"
-    DOES_NOT_FIT = "does not fit"
-
-    @property
-    def said(self) -> str:
-        """Text for tables, in capitals unless it fits."""
-        return str(self) if self is FitVerdict.FITS else self.upper()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,34 +104,6 @@ class Residual:
         among = "" if self.own_class else "no run of this class was compared; "
         runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
         return f"{among}80 % range by {runs} ({self.kind})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """Expected value and 80 % range of a figure."""
-
-    expected: float
-    low: float
-    high: float
-
-    def within(self, limit: float) -> FitVerdict:
-        """Verdict against a limit."""
-        if self.high <= limit:
-            return FitVerdict.FITS
-        return FitVerdict.CLOSE if self.low <= limit else FitVerdict.DOES_NOT_FIT
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Low and high end."""
-        return self.low, self.high
-
-    def words(self, form: Callable[[float], str]) -> str:
-        """Text of the range; ``form`` formats one value."""
-        return f"{form(self.expected)} ({form(self.low)} to {form(self.high)})"
-
-    def whole(self) -> dict[str, int]:
-        """Rounded bytes, for JSON."""
-        return {name: round(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,9 +150,7 @@ class RunFigures:
 def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds: float | None = None) -> RunFigures:
     """Return the figures of a run.
 
-    Args:
-        allocated_bytes, step_seconds: modelled figures.
-        hardware: its name.
+    ``allocated_bytes``, ``step_seconds``: modelled figures; ``hardware``: its name.
     """
     anchor = run.anchor
     if anchor is not None and anchor.copies:
@@ -231,8 +180,9 @@ def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds:
 
 def segments_beyond(run: Run, allocated_bytes: int, hardware: str = "") -> int:
     """Return modelled bytes in segments in addition to those allocated at the peak of a step."""
-    before = segments_before_training(run, hardware)
-    return max(min(cached_segments(run), allocated_bytes // 4), before - allocated_bytes)
+    cached = min(cached_segments(run), allocated_bytes // (1 if run.outgrows_segments else 4)) + other_streams(run)
+    reserved = max(segments_before_training(run, hardware), segments_after_update(run))
+    return max(cached, reserved - allocated_bytes)
 
 
 def fit_budgets(run: Run, limit: Limit) -> tuple[FitBudget, ...]:
@@ -336,7 +286,7 @@ def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[
 def stack_of(run: Run) -> str:
     """Software stack of ``--stack`` without its release; else, or with another's kernels, the kernels' framework."""
     own = str(named("kernels")[run.kernels.name]["folder"])
-    if run.stack is None or named("stacks").get(run.stack, {}).get("folder", OTHERS) not in (own, OTHERS):
+    if run.stack is None or named("stacks").get(run.stack, {}).get("folder", "others") not in (own, "others"):
         return own
     return run.stack.partition("-")[0]
 

@@ -412,10 +412,16 @@ def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accu
     return replay(region, kept, rule, accumulates=accumulates)
 
 
+def most_of_passes(run: Run, part: StageRegion) -> int:
+    """Most bytes that both passes of a region under its policy have at once."""
+    passes = named_passes(part.region, part.policy, run.gradient_rule, False)
+    return max(passes.forward_peak, passes.resident + passes.backward_peak)
+
+
 @lru_cache(maxsize=1024)
 def cached_segments(run: Run) -> int:
     """Bytes that the caching allocator has in segments, and that are unallocated at the peak: NOTE [ Cached segments ]
-    in `ranges`. A plan that is yet to be chosen is taken for full recomputation."""
+    in `device_allowance`. A plan that is yet to be chosen is taken for full recomputation."""
     logits, layer = 0, 0
     for part in {group.part for chunks in outline(run) for chunk in chunks for group in chunk}:
         policy = FULL if part.is_layer and run.recompute.mode is Mode.AUTO else part.policy
@@ -423,8 +429,19 @@ def cached_segments(run: Run) -> int:
         if part.is_layer:
             layer = max(layer, passes.forward_peak - passes.resident + part.static.gathered)
         elif part.name == HEAD:
-            logits = passes.forward_peak // 5
+            logits = most_of_passes(run, part) if run.outgrows_segments else passes.forward_peak // 5
     return logits + layer
+
+
+@lru_cache(maxsize=1024)
+def other_streams(run: Run) -> int:
+    """Bytes in segments of FSDP's streams: NOTE [ Cached segments ] in `device_allowance`."""
+    if not run.layout.is_fsdp:
+        return 0
+    stages = [[group for chunk in chunks for group in chunk] for chunks in outline(run)]
+    reduced = [sum(group.part.static.gradients * len(group.names) for group in groups) for groups in stages]
+    gathered = max(group.part.static.gathered for groups in stages for group in groups)
+    return gathered + max(reduced) * (run.micro_batches == 1)
 
 
 @lru_cache(maxsize=1024)

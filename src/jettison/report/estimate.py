@@ -15,14 +15,14 @@ from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.ranges import FitVerdict, Range, Residual, RunFigures, figures, time_residual, unlike_anchor
+from jettison.predict.ranges import Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.predict.time import Estimate
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.request.resolve import Resolved
-from jettison.spec.device_allowance import FitRule
+from jettison.spec.device_allowance import FitRule, FitVerdict, Range
 from jettison.spec.kernels import SsmKernels
 
 if TYPE_CHECKING:

@@ -14,13 +14,14 @@ from jettison.cost.flops import PASSES
 from jettison.families.presets import shown
 from jettison.formula.region import Region
 from jettison.predict.forecast import available_bytes, forecast
-from jettison.predict.ranges import FitVerdict, figures
+from jettison.predict.ranges import figures
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import KEPT, LINKS, OFFLOADED, RECOMPUTED, buffer_policies, flips, tensor_name, trades
 from jettison.report.explain import recomputed_flops
 from jettison.report.explorer_models import GPU, MODEL, flags_text, line, rounded, run_of, usual_layout
 from jettison.search.auto_recompute import AutoForecast, choose, smallest_budget
+from jettison.spec.device_allowance import FitVerdict
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Recompute, round_sqrt
 from jettison.spec.run import Run

@@ -16,11 +16,11 @@ from jettison.ledger.ledger import ENTRY_FIELDS, Ledger, SavedTensor
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
-from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
+from jettison.predict.ranges import RunFigures, figures, unlike_anchor
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import Resolved, flag_of
-from jettison.spec.device_allowance import Limit
+from jettison.spec.device_allowance import FitVerdict, Limit
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients

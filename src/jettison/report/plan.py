@@ -14,9 +14,10 @@ from rich.console import Group, RenderableType
 from jettison.core.errors import Infeasible
 from jettison.core.objects import grouped
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
-from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
+from jettison.predict.ranges import RunFigures, figures, unlike_anchor
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
+from jettison.spec.device_allowance import FitVerdict
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
     from jettison.frameworks.export import Exported

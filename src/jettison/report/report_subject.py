@@ -20,7 +20,6 @@ from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import each_renamed
 from jettison.core.units import format_count, format_percent, format_seconds
 from jettison.ledger.step_levels import StepLevels
-from jettison.predict.ranges import Range
 from jettison.report.alternatives import Flip, Reason, flips_text
 from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice
 from jettison.report.proof import SCHEMA as PROOF_SCHEMA
@@ -28,6 +27,7 @@ from jettison.report.proof import LayerProof, Proof
 from jettison.report.untrusted import all_printable, parse_json, read_text
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor
+from jettison.spec.device_allowance import Range
 
 LOG: Final = "log.jsonl"
 RUN_SCHEMA: Final = "jettison.train/1"

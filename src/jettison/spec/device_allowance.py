@@ -18,11 +18,28 @@ expected and a high value, from these sources, each about one machine:
   61 GB allocated, and 97 GB with them, in a run whose work changes (cosmos-rl#388).
 
 On CPU all of it is 0.
+
+NOTE [ Cached segments ]
+``c10/cuda/CUDACachingAllocator.cpp``: a tensor of 10 MiB and more that no free block can hold gets its own segment,
+which stays. Logits do not fit into segments of a layer's forward, and later backwards take those of logits apart. So
+steps that are replayed by its rules (`benchmarks.caching_allocator`) reserve, in addition to the peak, about what a
+layer's forward allocates and frees, with weights that it gathers, and a fifth of the head's forward. No published run
+has more than a quarter of its allocated bytes so: the longest sequences leave no room, and segments are freed.
+A longer micro-batch does not fit into segments of those before it. So where lengths differ, and segments are not
+expandable, another set of what the head's passes allocate is there, not a fifth: replays of 400 lengths leave 2 to 4
+sets of logits if one is the longest, which most publishers' samples are below.
+Optimizer state is allocated after the first backward, in segments that it left, logits' among them. The next head then
+needs segments of its own, and an update's temporaries do not give them back: what an update holds, and the head's
+passes, are reserved together.
+FSDP reduces gradients on one stream of its own and gathers on another, and no other stream takes their blocks:
+gradients count although ``zero_grad`` freed them, unless a micro-batch before had them at the peak, and gathered
+weights once more, as they are copied out (torch, ``distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
@@ -116,6 +133,47 @@ class Limit:
             return f"memory of {self.gpu}"
         usable = format_bytes(self.device_bytes)
         return f"usable memory of {self.gpu} ({usable} less contexts, communicators and fragments)"
+
+
+class FitVerdict(StrEnum):
+    """Whether a run fits, from the range of its bytes."""
+
+    FITS = "fits"
+    CLOSE = "too close to call"
+    DOES_NOT_FIT = "does not fit"
+
+    @property
+    def said(self) -> str:
+        """Text for tables, in capitals unless it fits."""
+        return str(self) if self is FitVerdict.FITS else self.upper()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Expected value and 80 % range of a figure."""
+
+    expected: float
+    low: float
+    high: float
+
+    def within(self, limit: float) -> FitVerdict:
+        """Verdict against a limit."""
+        if self.high <= limit:
+            return FitVerdict.FITS
+        return FitVerdict.CLOSE if self.low <= limit else FitVerdict.DOES_NOT_FIT
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Low and high end."""
+        return self.low, self.high
+
+    def words(self, form: Callable[[float], str]) -> str:
+        """Text of the range; ``form`` formats one value."""
+        return f"{form(self.expected)} ({form(self.low)} to {form(self.high)})"
+
+    def whole(self) -> dict[str, int]:
+        """Rounded bytes, for JSON."""
+        return {name: round(value) for name, value in asdict(self).items()}
 
 
 class FitRule(StrEnum):

@@ -214,6 +214,7 @@ class FrameworkChoices:
     upfront_gradients: bool = False  # gradients are one buffer, allocated before the first step
     te_gemms: bool = False  # FP8 and FP4 GEMMs are TransformerEngine's; otherwise torchao's
     stacks: bool = False  # hardware files have figures for its software stacks
+    expandable_segments: bool = False  # importing the framework sets them, in PYTORCH_CUDA_ALLOC_CONF
     loads_ahead: bool = True  # a 4-bit base is loaded as transformers 4.51 to 4.57 load it, where TRL casts it
     not_compiled: str = ""  # why its layers are not compiled, and the alternative
     described: str = ""  # of a set for some families: its name in theirs

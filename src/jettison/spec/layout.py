@@ -303,6 +303,11 @@ class Layout:
         return str(self.reshard_ranks or self.reshard)
 
     @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP, not DeepSpeed, shards parameters over several ranks."""
+        return self.shards_parameters and self.buckets is None
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded, as under FSDP."""
         return self.zero == 3 and self.shards > 1

@@ -232,6 +232,11 @@ class Run:
         return once and self.model.tied_embeddings and not self.gradient_rule.fused and not self.autocast
 
     @property
+    def outgrows_segments(self) -> bool:
+        """Whether micro-batches outgrow cached segments: NOTE [ Cached segments ] in `device_allowance`."""
+        return self.pad_to_longest and not self.kernels.expandable_segments
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Whether an update allocates tensors of a parameter's size: PyTorch's on CPU do, fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
