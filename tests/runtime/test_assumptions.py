@@ -220,10 +220,26 @@ def test_outputs_that_the_loop_holds_are_noticed_where_they_do_not_fit(
     assert all("still holds what the model returned (32.00 KiB)" in text for text in texts)  # logits of 16 x 512
 
 
-def test_a_loss_outside_of_a_model_that_was_planned_with_its_own_is_noticed() -> None:
+LOSSES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "scaled": lambda model, output, targets: 0.5 * output["loss"] + torch.zeros(()),
+    "returned no loss": lambda model, output, targets: nn.functional.cross_entropy(output["logits"], targets),
+    "more than the model's": lambda model, output, targets: output["loss"] + output["logits"].pow(2).mean(),
+    "(logits, hidden states, weights)": lambda model, output, targets: output["loss"] + next(model.parameters()).sum(),
+}
+
+
+@pytest.mark.parametrize("said", LOSSES)
+def test_a_loss_that_is_not_the_model_s_own_is_noticed(said: str) -> None:
     model, batch = headed(True, 1 << 20)
-    with pytest.warns(UserWarning, match=r"outside of the model, which returned no loss.* loss_fn="):
-        nn.functional.cross_entropy(model(x=batch["x"])["logits"], batch["targets"]).backward()
+    given = {"x": batch["x"]} if said == "returned no loss" else batch
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            LOSSES[said](model, model(**given), batch["targets"]).backward()
+            model.zero_grad(set_to_none=True)
+    texts = [str(w.message) for w in found]
+    assert len(texts) == (said != "scaled"), texts
+    assert all(said in text and "loss_fn=..." in text for text in texts)
 
 
 def test_parameters_that_are_trained_and_were_frozen_are_noticed_once() -> None:

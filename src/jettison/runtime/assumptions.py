@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -27,18 +27,20 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import warn
 from jettison.core.units import format_bytes
+from jettison.runtime.callers import argument_of
 from jettison.runtime.device import is_capturing
 from jettison.runtime.graph_fingerprint import nodes_behind
 
 Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"
+_LEAF: Final = 2**64 - 1  # sequence number of nodes that accumulate gradients
 AUTOCAST: Final = "autocast"
 PARTIAL: Final = "partial"
 _OTHER_BACKWARDS: Final = {
     RETAINED: (
         "backward keeps the graph (retain_graph=True, or create_graph=True)",
         "that backward frees each saved tensor after its last use",
-        "leave retain_graph out, or add the losses and run one backward",
+        "leave retain_graph out, or plan the step as it is: auto_checkpoint(..., step=your_forward_and_backward)",
     ),
     AUTOCAST: (
         "backward runs inside autocast",
@@ -48,7 +50,7 @@ _OTHER_BACKWARDS: Final = {
     PARTIAL: (
         "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
         "that one backward runs through the whole model",
-        "run one whole backward, or freeze what is not trained before planning",
+        "run one whole backward, freeze what is not trained before planning, or plan with step=",
     ),
 }
 """By kind of backward: a description, the plan's assumption, and advice."""
@@ -98,6 +100,8 @@ class Assumptions:
         self.is_larger = False  # whether a batch was larger than planned, which was warned about
         self.counts_gradients = False  # whether the plan of this forward counts those that are there
         self.has_loss = True  # whether the latest forward returned a loss
+        self.losses: set[int] = set()  # sequence numbers of the nodes of numbers that the latest forward returned
+        self.last_node = 0  # the largest of all of its outputs
 
     def follow(self) -> None:
         """Take the model's current parameters as the planned ones."""
@@ -120,6 +124,7 @@ class Assumptions:
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
         """Check the start of a step: its arguments, and graphs of earlier forwards that are still alive."""
         self.looked = False
+        self.losses = set()
         if signature not in self.known:
             self.known.add(signature)
             self._compare(args, kwargs)
@@ -174,6 +179,10 @@ class Assumptions:
         found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         self.outputs = [weakref.ref(t) for t in found]
         self.has_loss = not found or any(t.numel() == 1 for t in found)
+        if self.returns_loss and DistributedDataParallel._get_active_ddp_module() is None:  # it adds nodes of its own
+            nodes = [(t, node._sequence_nr()) for t in found if (node := t.grad_fn) is not None]
+            self.last_node = max((number for _, number in nodes), default=0)
+            self.losses = {number for t, number in nodes if t.numel() == 1}
 
     def watched(self, unpack: Unpack) -> Unpack:
         """Wrap an unpack hook: the first tensor that a backward unpacks triggers the check of that backward."""
@@ -191,10 +200,10 @@ class Assumptions:
             self.looked = False  # a saved tensor was read outside of a backward
             return
         self._look_at_outputs()
-        if self.returns_loss and not self.has_loss:
+        if self.returns_loss and "loss" not in self.said and (where := self._beyond_loss()):
             self._say(
                 "loss",
-                "backward begins outside of the model, which returned no loss",
+                f"backward begins {where}",
                 "the loss that the model makes, and no other",
                 "plan with the loss as it is: auto_checkpoint(..., loss_fn=...), or step=",
             )
@@ -202,6 +211,20 @@ class Assumptions:
         for kind, words in _OTHER_BACKWARDS.items():
             if kind in kinds and (kind != PARTIAL or self._is_partial()):
                 self._say(kind, *words)
+
+    def _beyond_loss(self) -> str:
+        """Where backward begins, if not at the model's own loss, scaled or added to other numbers that it returned."""
+        if not self.has_loss:
+            return "outside of the model, which returned no loss"
+        roots = argument_of(_engine_run_backward, 0) if self.losses and "waiting" not in self.said else None
+        tensors = [t for t in roots or () if isinstance(t, Tensor)]
+        reached = {t.grad_fn for t in tensors}
+        for node in nodes_behind(tensors, self.last_node + 1):
+            reached.update(after for after, _ in node.next_functions)
+        numbers = {node._sequence_nr() for node in reached - {None}}
+        if all(self.last_node < number < _LEAF or number in self.losses for number in numbers):
+            return ""
+        return "at a loss made of more than the model's (logits, hidden states, weights)"
 
     def _look_at_outputs(self) -> None:
         """Check whether the loop still references the model's outputs, such as logits."""
