@@ -305,6 +305,7 @@ class OpRecorder:
         # the CPU generator's state unless something sets it
         self._stream: bytes | None = default_stream() if stream is None else stream
         self.entangled = False
+        self.around: OpRecorder | None = None
         self.versions: dict[int, list[int]] = {}  # storage -> all its buffers in order, parameters aside
         self.registered: dict[int, int] = {}  # storage of a module's buffer -> its buffer before any write
         self._current: dict[int, int] = {}  # storage -> its current buffer
@@ -355,6 +356,11 @@ class OpRecorder:
         """Whether it lies in memory that was seen before."""
         return is_dense(tensor) and storage_of(tensor) in self._current
 
+    def computed(self, storage: int) -> bool:
+        """Whether its own ops, or blocks that it was given the outputs of, computed what lies in that memory."""
+        index = self._current.get(storage)
+        return index is not None and self.buffers[index].source is not Source.OUTER
+
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
         if not is_dense(tensor):
@@ -370,7 +376,8 @@ class OpRecorder:
                     self.registered[storage] = index
             else:
                 index = self._new_buffer(tensor, Source.OUTER)
-                self.entangled = self.entangled or plain(tensor).grad_fn is not None
+                known = self.around is not None and self.around.computed(storage)  # a cache that the root has filled
+                self.entangled = self.entangled or (plain(tensor).grad_fn is not None and not known)
         return TensorRef.of(index, tensor)
 
     def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:

@@ -121,7 +121,7 @@ def block_levels(
     logs: bool = False,
 ) -> tuple[BlockLevels, CallLevels]:
     """Levels of one call of a module in its present state, on arguments like these. Leaves it without gradients."""
-    leaves, spec = tree_flatten(opaque_copy(call))
+    leaves, spec = tree_flatten(opaque_copy(call, lambda t: t if t.grad_fn is None else t.detach().requires_grad_()))
     shared = shared - {position for what, position, *_ in summed if what == GIVEN}
     if logs:
         _take_apart(leaves, shared)
