@@ -71,7 +71,7 @@ def apply_candidate(model: nn.Module, planner: Planner, found: DryRunChoice, bud
     made = planner.as_plan(found, budget_bytes)
     room = None if planner.host is None else planner.host.budget_bytes
     applied = apply_plan(model, planner.trace, made, Check.ALWAYS, room)
-    expect_loop(applied.regions, planner.trace, made)
+    expect_loop(applied.regions, planner.trace, made, returns_loss=planner.trace.loss_fn is None)
     return applied
 
 
@@ -81,12 +81,13 @@ def expect_loop(
     made: Plan,
     use: ModelUse | None = None,
     *,
+    returns_loss: bool,
     probed: bool = False,
     replicated: bool = False,
 ) -> None:
     """Let the root check that the training loop is the one that was planned for. ``use``: calls of the model in a
     custom step; by default one call with the trace's batch. ``probed``: it is a pipeline stage, which torch runs once
-    before the first step. ``replicated``: see `Assumptions`.
+    before the first step. ``returns_loss``, ``replicated``: see `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(
@@ -97,7 +98,7 @@ def expect_loop(
         gradients_preallocated=made.gradients_preallocated,
         in_flight=1 if use is None else use.in_flight + probed,
         backwards=(set() if use is None else use.backwards) | ({PARTIAL} if probed else set()),
-        returns_loss=use is None and traced.loss_fn is None,
+        returns_loss=returns_loss,
         room_bytes=None if traced.loop.keep_output else made.budget_bytes - made.predicted.peak_bytes,
         replicated=replicated,
     )
@@ -160,7 +161,7 @@ def apply(
             agreement.also(talking_groups([traced]))
             if plan is not None:
                 applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
-                expect_loop(applied.regions, traced, plan)
+                expect_loop(applied.regions, traced, plan, returns_loss=traced.loss_fn is None)
                 applied = agreed(applied, agreement)
                 if losses is not None:
                     keep_losses(applied, losses)

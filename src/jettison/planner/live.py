@@ -576,7 +576,8 @@ class _Planning:
                 # with one model its own list, in which replacements of planned blocks are entered
                 regions = found.regions if len(parts) == 1 else [*regions, *found.regions]
                 replicated = any(part.model is one for one in replicas)
-                expect_loop(found.regions, part.trace, plan, part.use, probed=probed, replicated=replicated)
+                own = {"returns_loss": self.ask.step is None and self.ask.loss_fn is None, "replicated": replicated}
+                expect_loop(found.regions, part.trace, plan, part.use, probed=probed, **own)
         except BaseException:
             Applied(regions=regions).remove()
             raise
