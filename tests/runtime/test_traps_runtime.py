@@ -355,10 +355,10 @@ def test_trap_20_tensors_that_leave_or_enter_a_block_by_the_side(policy: str, ki
     try:
         handle = apply(model, policy, rows())
     except JettisonError:
-        assert kind != "filled"
+        assert kind not in ("cache", "filled")
         return
     with handle:
-        assert kind != "filled" or len(handle.report()) == 4  # three blocks and the rest
+        assert kind not in ("cache", "filled") or len(handle.report()) == 4  # three blocks and the rest
         assert_same(train(model, BATCHES, optimizer=sgd(model.parameters())), plain)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -305,7 +305,7 @@ class OpRecorder:
         # the CPU generator's state unless something sets it
         self._stream: bytes | None = default_stream() if stream is None else stream
         self.entangled = False
-        self.around: OpRecorder | None = None
+        self.inside: Container[int] = ()  # storages of tensors inside of its arguments, such as caches
         self.versions: dict[int, list[int]] = {}  # storage -> all its buffers in order, parameters aside
         self.registered: dict[int, int] = {}  # storage of a module's buffer -> its buffer before any write
         self._current: dict[int, int] = {}  # storage -> its current buffer
@@ -356,11 +356,6 @@ class OpRecorder:
         """Whether it lies in memory that was seen before."""
         return is_dense(tensor) and storage_of(tensor) in self._current
 
-    def computed(self, storage: int) -> bool:
-        """Whether its own ops, or blocks that it was given the outputs of, computed what lies in that memory."""
-        index = self._current.get(storage)
-        return index is not None and self.buffers[index].source is not Source.OUTER
-
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
         if not is_dense(tensor):
@@ -376,8 +371,7 @@ class OpRecorder:
                     self.registered[storage] = index
             else:
                 index = self._new_buffer(tensor, Source.OUTER)
-                known = self.around is not None and self.around.computed(storage)  # a cache that the root has filled
-                self.entangled = self.entangled or (plain(tensor).grad_fn is not None and not known)
+                self.entangled = self.entangled or (plain(tensor).grad_fn is not None and storage not in self.inside)
         return TensorRef.of(index, tensor)
 
     def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:

@@ -384,12 +384,13 @@ class Tracer:
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> BlockClass:
         recorder = OpRecorder(module, leaves, stream=self.stream)
-        recorder.around = self.root
+        inside: dict[int, Tensor] = {}
         problem = ""
         before = (args, kwargs)
         state = Isolation([module], leaves)
         try:
-            before = opaque_copy((args, kwargs))
+            before = opaque_copy((args, kwargs), lambda tensor: inside.setdefault(id(tensor), tensor))
+            recorder.inside = set(map(storage_of, inside.values()))
             with recording_errors(), guessing(self.mode, False), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
@@ -573,8 +574,9 @@ def _like(leaf: Any, mode: FakeTensorMode) -> Any:
 # blocks that cannot be regions, and what to plan instead --------------------------------------------------------------
 #
 # A region is known by its arguments and results. A block that returns a generator has not run when it returns; one that
-# reads a tensor of another block's graph from a side store cannot be run alone (of the root's, it is run on a leaf). Their ops belong to the surrounding
-# region. If the code around the blocks decides by values, the smallest module that does so becomes a region itself.
+# reads a tensor of another block's graph from a side store cannot be run alone (out of a cache among its arguments it
+# can: there it is a leaf). Their ops belong to the surrounding region. If the code around the blocks decides by values,
+# the smallest module that does so becomes a region itself.
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
