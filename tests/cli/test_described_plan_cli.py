@@ -148,8 +148,8 @@ def test_plan_of_a_config_for_a_gpu_needs_no_torch(tmp_path: Path, capsys: pytes
         (("--gpu", "h100-80gb", "--no-offload", "--host-budget", "10GiB"), 2, "nothing is offloaded"),
         (("--budget", "60GiB", "--host-budget", "10GiB"), 2, "give --offload"),
         (("--gpu", "h100-80gb", "--host-budget", "10"), 2, "without a unit"),
-        (("--gpu", "h100-80gb", "--budget", "36GiB", "--host-budget", "1GiB"), 3, "to CPU, within 1.00 GiB"),
-        (("--gpu", "h100-80gb", "--budget", "2GiB"), 3, "or offloads it to CPU, within 256.00 GiB"),
+        (("--gpu", "h100-80gb", "--budget", "36GiB", "--host-budget", "1GiB"), 3, "to 1.00 GiB of CPU memory"),
+        (("--gpu", "h100-80gb", "--budget", "2GiB"), 3, "or offloads it to 256.00 GiB of CPU memory"),
     ],
 )
 def test_plan_with_a_host_budget_that_cannot_be(

@@ -251,7 +251,7 @@ def test_the_next_gib_is_priced_and_says_what_flips() -> None:
 def test_a_host_budget_that_is_too_small_is_told() -> None:
     run = run_of("llama3-8b", dp=8, zero=3, micro_batch=4)
     lowest = choose(run, 76 * GIB, H100).minimum_budget_bytes
-    with pytest.raises(Infeasible, match=r"offloads it to CPU, within 256\.00 MiB") as error:
+    with pytest.raises(Infeasible, match=r"offloads it to 256\.00 MiB of CPU memory") as error:
         choose(run, lowest, H100, host_budget_bytes=256 * MIB)
     assert error.value.minimum_budget_bytes > lowest
     tight = choose(run, error.value.minimum_budget_bytes, H100, host_budget_bytes=256 * MIB)

@@ -55,7 +55,7 @@ class SearchFlags(CompileFlags):
         gpus: Devices to train on [default: as --from].
         gpu: GPU, such as h100-80gb (`jettison list gpus`), or a hardware file.
         budget: Limit of a device's peak allocated bytes: 60GiB [default: its memory].
-        margin: Memory kept free for contexts and fragments: expected (0) to upper bound (1).
+        margin: Memory kept free: expected overhead (0) to upper bound (1).
 
     Batch and sequence:
         global_batch: Sequences in a step, over all devices [default: as --from].

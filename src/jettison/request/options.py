@@ -26,7 +26,7 @@ class CommonRequest:
         optimizer: adamw, adam8bit, muon, ... (`jettison list optimizers`) [default: adamw].
 
     Fine-tuning:
-        lora: LoRA adapters: r=16, then any of ,alpha=32 ,targets=qkv+mlp ,dropout=0.05 ,modules_to_save=lm_head.
+        lora: LoRA: r=16 and any of ,alpha=32 ,targets=mlp ,dropout=0.1 ,modules_to_save=lm_head.
         base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: the model's].
 
     Model details:
