@@ -26,7 +26,7 @@ NOTE [ Vectorized kernels ]
 PyTorch's elementwise kernels load 16 bytes at a time if all operands are contiguous and have one dtype, or narrow fp32
 (``gpu_kernel_impl`` in aten/src/ATen/native/cuda/CUDALoops.cuh, ``direct_copy_kernel_cuda`` in Copy.cu). With another
 cast, a broadcast or a slice, threads compute addresses and load element by element: instructions are the limit, not
-memory. With `SINGLY` elements a multiprocessor and second, Liger-Kernel's timings of transformers' RMSNorm and rotary
+memory. With 1.8e9 elements a multiprocessor and second, Liger-Kernel's timings of transformers' RMSNorm and rotary
 embedding on A100, H100 and B200 are off by 6 % in the median, without by 36 % (tests/facts/eager_kernels.csv).
 Compiled code and kernels written for one purpose are vectorized.
 
@@ -163,8 +163,6 @@ WHOLE_LINE, WHOLE_LOAD, TWO_ELEMENTS = 64, 8, 273 / 397
 """16-bit numbers in a cache line and in a load, and the share of the rate at an alignment of two."""
 SPLIT: Final = 1024
 """Smallest depth of a part of a split sum."""
-SINGLY: Final = 1.8e9
-"""Elements a second of one multiprocessor: NOTE [ Vectorized kernels ]."""
 
 
 def rate(hardware: Hardware, dtype: str) -> int:
@@ -243,7 +241,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
     elif kernel.scan_flops and reached.scan is not None:
         seconds = max(seconds, kernel.scan_flops / (rate(hardware, dtype) * reached.scan))
     elif kernel.singly and hardware.units > 1:  # else unknown, or a CPU
-        seconds = max(seconds, kernel.singly / (hardware.units * SINGLY))
+        seconds = max(seconds, kernel.singly / (hardware.units * hardware.unit_elements))
     return seconds + kernel.launches * hardware.delays.kernel
 
 

@@ -136,7 +136,8 @@ class Hardware:
         host_bytes_per_second: to the host. ``cpu_bytes_per_second``: the host's memory bandwidth, for each device.
         network_bytes_per_second: to other nodes.
         host_memory_bytes: of the host, for each device.
-        units: multiprocessors.
+        units: multiprocessors. ``unit_elements``: a second, of each, by kernels that are not vectorized: NOTE
+            [ Vectorized kernels ] in `cost.kernel`.
         node: devices that the links connect.
         synchronous: the host computes, so that its other work does not overlap.
         attention: efficiencies of fused attention, by dtype and head width; None: `Reached.attention` for all.
@@ -155,6 +156,7 @@ class Hardware:
     network_bytes_per_second: int | None = None
     host_memory_bytes: int | None = None
     units: int = 1
+    unit_elements: float = 1.8e9
     node: int = 8
     synchronous: bool = False
     reached: Reached = Reached()
@@ -496,4 +498,4 @@ def slower(hardware: Hardware, *, compute: float, communication: float, host: fl
         return {"reached": reached(it.reached), "attention": attention(it.attention), "delays": delays(it.delays)}
 
     stacks = tuple(replace(stack, **all_of(stack)) for stack in hardware.stacks)
-    return replace(hardware, stacks=stacks, **all_of(hardware))
+    return replace(hardware, stacks=stacks, unit_elements=hardware.unit_elements / compute, **all_of(hardware))
