@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import jettison
@@ -49,6 +50,25 @@ def test_a_plan_for_the_wrapper_knows_its_buckets(alone: None) -> None:
     with warnings.catch_warnings(action="error"):
         wrapped(x).backward()
     handle.remove()
+
+
+class Returning(Mlps):
+    """A loss, and one more output."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x), "weight": 2 * next(self.parameters())}
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_a_loss_of_more_than_the_wrapped_model_s_own_is_noticed(alone: None, wrap: Callable[..., nn.Module]) -> None:
+    wrapped, x = wrap(Returning()), torch.randn(64, 16)
+    with jettison.auto_checkpoint(wrapped, x, Bytes(1 << 30)):
+        with warnings.catch_warnings(action="error"):
+            (0.5 * wrapped(x)["loss"]).backward()
+        wrapped.zero_grad()
+        with pytest.warns(UserWarning, match="at a loss made of more than the model's"):
+            output = wrapped(x)
+            (output["loss"] + output["weight"].sum()).backward()
 
 
 class Branches(Mlps):

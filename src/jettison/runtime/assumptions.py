@@ -179,7 +179,9 @@ class Assumptions:
         found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         self.outputs = [weakref.ref(t) for t in found]
         self.has_loss = not found or any(t.numel() == 1 for t in found)
-        if self.returns_loss and DistributedDataParallel._get_active_ddp_module() is None:  # it adds nodes of its own
+        replica = DistributedDataParallel._get_active_ddp_module()
+        adds_nodes = replica is not None and (replica.find_unused_parameters or replica.static_graph)
+        if self.returns_loss and not adds_nodes:
             nodes = [(t, node._sequence_nr()) for t in found if (node := t.grad_fn) is not None]
             self.last_node = max((number for _, number in nodes), default=0)
             self.losses = {number for t, number in nodes if t.numel() == 1}
