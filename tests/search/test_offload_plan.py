@@ -153,7 +153,7 @@ def test_70b_on_gb200_mixes_and_beats_either_alone() -> None:
     assert words == {"per-tensor"}, "each layer computes some again and sends some"
     run = replace(answer.forecast.run, recompute=Recompute(offload=True))
     moved = estimate(run, GB200).step_seconds
-    assert seconds_of(answer) < 0.95 * moved, "all of it over the link, if the host had room for that"
+    assert seconds_of(answer) < 0.97 * moved, "all of it over the link, if the host had room for that"
     assert seconds_of(answer) < 0.84 * seconds_of(again)
     assert answer.forecast.peak_bytes <= answer.budget_bytes
     assert answer.host_bytes <= (GB200.host_memory_bytes or 0) < 480 * 10**9 // 2 + 1
