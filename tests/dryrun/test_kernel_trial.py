@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from jettison.dryrun.counter import allocation_deltas
+from jettison.dryrun.counter import AllocationCounter, allocation_deltas
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 
@@ -97,3 +97,19 @@ def test_a_number_in_the_place_of_a_tensor_has_a_price_of_its_own(one_thread: No
     workspace(div, (x, 2.0), {})
     assert list(workspace.unknown) == [by_number.key]
     assert measure_ops([by_number])[by_number.key].workspace_bytes > 0
+
+
+def test_a_number_inside_of_a_call_is_counted_once(one_thread: None) -> None:
+    """A wrapped number is 8 bytes until backward, and a copy of the kernel's type lies next to it in the call."""
+    x = torch.ones(16, 32)
+
+    def step() -> None:
+        (x.sqrt() / 1.5).add_(1e-8)
+
+    most = max(accumulate(allocation_deltas(step)))
+    unpriced = MeasuredWorkspace({})
+    with AllocationCounter([x], workspace=unpriced):
+        step()
+    with AllocationCounter([x], workspace=MeasuredWorkspace(measure_ops(unpriced.unknown.values()))) as counter:
+        step()
+    assert counter.peak_bytes - x.nbytes == most == 2 * x.nbytes + 8 + 4

@@ -328,7 +328,7 @@ class AllocationCounter(TorchDispatchMode):
         if self._numbers is not None and (number := number_bytes(func, args)):
             kept = self._numbers.kept_by(func, args, number)
             self._live_bytes += kept
-            extra_bytes += number - kept
+            extra_bytes = max(extra_bytes, number) - kept  # a measured workspace includes the number
         if withheld is not None:
             withheld.live_bytes, withheld.logged = self._live_bytes, len(self.log or ())
             self._withheld = withheld

@@ -30,6 +30,7 @@ from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import UsageError
+from jettison.dryrun.counter import number_bytes
 from jettison.dryrun.kernel_trial import (
     KernelRun,
     OpRequest,
@@ -230,12 +231,8 @@ def _casts_nothing(func: Any, args: tuple[Any, ...]) -> bool:
     in the place of a tensor becomes one there, of another dtype.
     """
     tensors = [value for value in args if isinstance(value, Tensor)]
-    if len(tensors) < len(args) and any(
-        isinstance(value, int | float | complex) and str(declared.type) == "Tensor"
-        for value, declared in zip(args, func._schema.arguments, strict=False)
-    ):
-        return False
-    return all(t.layout is torch.strided and t.dtype is tensors[0].dtype for t in tensors)
+    alike = all(t.layout is torch.strided and t.dtype is tensors[0].dtype for t in tensors)
+    return alike and not number_bytes(func, args)
 
 
 MEASURED_BELOW_BYTES = 2**30
