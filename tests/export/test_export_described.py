@@ -171,12 +171,13 @@ def test_a_brief_says_what_is_offloaded() -> None:
         "llama3-8b", RunRequest(micro_batch=2, dp=8, zero=3, offload=True), PlanFlags(budget="40GiB", gpu="h100-80gb")
     ).document()
     found = exported(made, "brief")
-    assert "offloaded to CPU: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
+    assert "offloaded to CPU: 12.62 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
     lost = exported(made, "torchtitan").lost
-    assert lost[0].startswith("11.66 GiB of 31 layers are offloaded to CPU in the plan")
-    assert "layers.31: per-tensor (recomputed mlp silu) in the plan, selective here" in " ".join(lost)
+    assert lost[0].startswith("12.62 GiB of 31 layers are offloaded to CPU in the plan")
+    recomputed = ["mlp silu", "attention_norm _fused_rms_norm", "mlp_norm _fused_rms_norm"]
+    assert f"layers.31: per-tensor (recomputed {', '.join(recomputed)}) in the plan, selective here" in " ".join(lost)
     last = exported(made, "torchtitan").document()["layers"][-1]
-    assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("per-tensor", ["mlp silu"], [])
+    assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("per-tensor", recomputed, [])
 
 
 def cli(*arguments: object) -> int:
