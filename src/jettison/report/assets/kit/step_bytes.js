@@ -159,7 +159,9 @@
     }
     const sum = (name) => parts.reduce((n, part) => n + part.static[name], 0), largest = (kind, of) => Math.max(0, ...parts.filter((part) => part.kind === kind).map(of));
     const layer = largest(LAYER, (part) => Math.max(...part.forward) - part.resident + part.static.gathered), logits = largest(HEAD, (part) => Math.floor(Math.max(...part.forward) / 5));
-    return { cached: [layer, logits], units, parameters: sum("parameters"), state: sum("state"), index, names: places.map(({ region, number }) => (number === undefined ? region.kind : `layer ${number}`)) };
+    const gathered = Math.max(...parts.map((part) => part.static.gathered)), reduced = run.many === 1 ? sum("gradients") : 0;
+    const updated = sum("parameters") + sum("state") + sum("gradients") + largest(HEAD, (part) => Math.max(...part.forward, part.resident + Math.max(...part.backward)));
+    return { cached: [layer, logits, ...(shares ? [gathered, reduced] : [0, 0]), updated], units, parameters: sum("parameters"), state: sum("state"), index, names: places.map(({ region, number }) => (number === undefined ? region.kind : `layer ${number}`)) };
   }
 
   // memory/step.py: the passes of 1F1B, and the first of the highest moments from the second step on.
@@ -199,12 +201,13 @@
   }
 
   // The worst stage's highest moment: {nbytes, stage, phase, where, parts: [parameters, gradients, optimizer, activations,
-  // transients], cached: predict/stages.py, `cached_segments`}; null where the page has no sums for a run.
+  // transients], cached: predict/stages.py, `cached_segments`, streams: `other_streams`,
+  // updated: predict/optimizer_state.py, `segments_after_update`}; null where the page has no sums for a run.
   J.stepBytes = (data, run) => {
     const regions = regionsOf(data, run), held = data.precisions[run.precision];
     if (!regions) return null;
     const stages = Array.from({ length: run.pp }, (_, index) => stageOf(regions, run, held, index)), most = (at) => Math.max(...stages.map((stage) => stage.cached[at]));
     const worst = stages.map((stage) => peakOf(stage, run)).reduce((worst, each) => (each.nbytes > worst.nbytes ? each : worst));
-    return { ...worst, cached: most(0) + most(1) };
+    return { ...worst, cached: most(0) + most(1), streams: most(2) + most(3), updated: most(4) };
   };
 })();
