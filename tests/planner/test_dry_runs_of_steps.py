@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -15,6 +16,7 @@ import jettison
 from jettison.core.units import Bytes
 from jettison.dryrun import op_costs
 from jettison.dryrun import step as step_module
+from jettison.dryrun.counter import measured_peak, static_tensors
 from support.toys import Mlps
 
 
@@ -57,3 +59,29 @@ def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkey
     jettison.auto_checkpoint(model, x, budget, optimizer=optimizer, step=accumulating)
     assert len(steps) >= 3
     assert len(runs) == len(steps), "a step is dry-run once where all its ops have a price"
+
+
+class Drawn(nn.Module):
+    """An MLP that Python's random may leave out: no recording has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) if random.random() < 0.9 else x
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be (recorded|planned)")
+def test_planning_takes_the_memory_of_a_block_not_of_a_step() -> None:
+    """Stand-ins of blocks without a recording allocate fake bytes: planning on a GPU may not run out of memory."""
+    model, x = nn.Sequential(*(Drawn() for _ in range(12))), torch.randn(512, 16)
+    static = static_tensors(model, (x,))
+
+    def plan() -> None:
+        jettison.auto_checkpoint(model, (x,), "1GiB", loss_fn=torch.mean).remove()
+
+    plain = measured_peak(lambda: model(x).mean().backward(), static_tensors=static)
+    model.zero_grad()
+    planning = measured_peak(plan, static_tensors=static)
+    assert planning.peak_bytes - planning.static_bytes < (plain.peak_bytes - plain.static_bytes) / 2

@@ -672,7 +672,8 @@ class StandIn:
         return output
 
     def blob(self, nbytes: int) -> Tensor:
-        return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
+        # a type that has gradients: integers without a fake argument are real (`RealUntilFake`), and would take memory
+        return torch.empty(max(0, nbytes), dtype=torch.float8_e4m3fn, device=self.device)
 
 
 class _StandInCall:

@@ -285,9 +285,10 @@ class Tape:
         **traits: Unpack[OpTraits],
     ) -> None:
         """Record an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
-        copied = any(v.index in self._cast for v in inputs)
+        copied = bool(self._cast) and any(v.index in self._cast for v in inputs)
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + (0 if copied else sum(w.nbytes for w in weights))
-        self._cast |= {v.index for v in outputs if traits.get("casts") is not None}
+        if "casts" in traits and traits["casts"] is not None:
+            self._cast.update(v.index for v in outputs)
         self.steps.append(
             TapeOp(
                 name,

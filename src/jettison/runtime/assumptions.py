@@ -34,6 +34,7 @@ from jettison.runtime.graph_fingerprint import nodes_behind
 Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"
 _LEAF: Final = 2**64 - 1  # sequence number of nodes that accumulate gradients
+MOST_OF_A_LOSS: Final = 1024  # bytes of a parameter that scales it: a temperature, weights of several losses
 AUTOCAST: Final = "autocast"
 PARTIAL: Final = "partial"
 _OTHER_BACKWARDS: Final = {
@@ -215,7 +216,9 @@ class Assumptions:
                 self._say(kind, *words)
 
     def _beyond_loss(self) -> str:
-        """Where backward begins, if not at the model's own loss, scaled or added to other numbers that it returned."""
+        """Where backward begins, if not at the model's own loss, scaled (by a trained number, say) or added to other
+        numbers that it returned.
+        """
         if not self.has_loss:
             return "outside of the model, which returned no loss"
         roots = argument_of(_engine_run_backward, 0) if self.losses and "waiting" not in self.said else None
@@ -223,7 +226,10 @@ class Assumptions:
         reached = {t.grad_fn for t in tensors}
         for node in nodes_behind(tensors, self.last_node + 1):
             reached.update(after for after, _ in node.next_functions)
-        numbers = {node._sequence_nr() for node in reached - {None}}
+        factors = {
+            node for node in reached if getattr(getattr(node, "variable", None), "nbytes", _LEAF) < MOST_OF_A_LOSS
+        }
+        numbers = {node._sequence_nr() for node in reached - factors - {None}}
         if all(self.last_node < number < _LEAF or number in self.losses for number in numbers):
             return ""
         return "at a loss made of more than the model's (logits, hidden states, weights)"
