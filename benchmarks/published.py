@@ -132,7 +132,7 @@ _UNEXPLAINED = (
     "the default stream, which today's code does not; whether the run had it, which is its author's, is not known"
 )
 _FLOAT8 = (
-    "4 to 5 GiB beside a loss that has no fp32 logits; float8 copies and weights that are gathered as bytes "
+    "4 to 5 GiB with a loss that has no fp32 logits; float8 copies and weights that are gathered as bytes "
     "(`--fp8-recipe tensorwise --fp8-param-gather`) change nothing, since the peak is at the head. Their command is "
     "torchrun itself, not `run_train.sh`, which sets `expandable_segments`, as the rule below has it; from 32 to 64 "
     "GPUs what is reserved falls by 0.99 GiB, where shards of parameters and moments alone are 1.40 GiB smaller"

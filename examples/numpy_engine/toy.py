@@ -34,7 +34,7 @@ class Toy:
     def backward(
         self, grad: np.ndarray, inputs: list[np.ndarray], layers: list[Layer]
     ) -> tuple[np.ndarray, list[Layer]]:
-        """Of layers whose inputs are at hand: the matmul before each ReLU is recomputed."""
+        """Backpropagate through layers whose inputs are at hand: the matmul before each ReLU is recomputed."""
         grads = []
         for x, (w1, w2) in zip(reversed(inputs), reversed(layers), strict=True):
             before = self.matmul(x, w1)

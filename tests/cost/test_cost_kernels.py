@@ -385,7 +385,7 @@ def test_eager_kernels_take_what_others_timed() -> None:
 )
 def test_elements_that_eager_kernels_compute_one_by_one(kernels: str, forward: float, backward: float) -> None:
     """Of a norm: widened, multiplied by rows and by weights; backward also a mean. Of a rotary embedding: both
-    products, the turned half and the concatenation, for queries and a quarter as many keys."""
+    multiplications, the turned half and the concatenation, for queries and a quarter as many keys."""
     run = run_of("llama3-8b", kernels=kernels, seq=64)
     found = work(layer_region(run.signature, run.model.layers[0]), execution_of(run), "bfloat16", None)
     for listed, expected in ((found.forward, forward), (found.backward, backward)):

@@ -23,12 +23,12 @@ with 128 to 1232 rows each, TransformerEngine's grouped GEMM reached 0.08 to 0.5
 the larger of both by 26 %.
 
 NOTE [ Vectorized kernels ]
-PyTorch's elementwise kernels load 16 bytes at a time if all operands are contiguous and have one dtype, or narrow fp32
-(``gpu_kernel_impl`` in aten/src/ATen/native/cuda/CUDALoops.cuh, ``direct_copy_kernel_cuda`` in Copy.cu). With another
-cast, a broadcast or a slice, threads compute addresses and load element by element: instructions are the limit, not
-memory. With 1.8e9 elements a multiprocessor and second, Liger-Kernel's timings of transformers' RMSNorm and rotary
-embedding on A100, H100 and B200 are off by 6 % in the median, without by 36 % (tests/facts/eager_kernels.csv).
-Compiled code and kernels written for one purpose are vectorized.
+PyTorch's elementwise kernels load 16 bytes at a time if all operands are contiguous and have one dtype, or fp32 is cast
+to lower precision (``gpu_kernel_impl`` in aten/src/ATen/native/cuda/CUDALoops.cuh, ``direct_copy_kernel_cuda`` in
+Copy.cu). With another cast, a broadcast or a slice, threads compute addresses and load element by element: instructions
+are the limit, not memory. With 1.8e9 elements a multiprocessor and second, Liger-Kernel's timings of transformers'
+RMSNorm and rotary embedding on A100, H100 and B200 are off by 6 % in the median, without by 36 %
+(tests/facts/eager_kernels.csv). Compiled code and kernels written for one purpose are vectorized.
 
 NOTE [ Edges ]
 `Edges` of a hardware file, such as a calibrated CPU's, replace tiles: a CPU's tiles are so small that their rounding

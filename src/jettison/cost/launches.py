@@ -246,9 +246,9 @@ class _Listing:
         if step.name not in ops.GENERAL:
             return 0
         out, given = step.outputs[0], step.inputs
-        narrowing = any(v.dtype == "float32" for v in given) and out.dtype != "float32"
+        lowers = any(v.dtype == "float32" for v in given) and out.dtype != "float32"
         if step.name == ops.CAST:
-            apart = backward if narrowing else not backward
+            apart = backward if lowers else not backward
         elif step.name == ops.IN_ORDER:
             apart = sum(v.nbytes for v in given) > out.nbytes  # slices of its inputs
         else:

@@ -52,12 +52,12 @@ class ConfigFile:
     values: Mapping[str, Any]
 
 
-def read_config_file(path: Path, text: str | None = None, beside: Path | None = None) -> ConfigFile:
+def read_config_file(path: Path, text: str | None = None, argument: Path | None = None) -> ConfigFile:
     """Read a framework's file. `UsageError` if there is none, or it is unreadable.
 
     Args:
         text: replaces its contents.
-        beside: the file that a script parses whose name its command line has.
+        argument: file that a Python script parses and that its command line would name.
     """
     file, name = split_name(path)
     try:
@@ -82,7 +82,7 @@ def read_config_file(path: Path, text: str | None = None, beside: Path | None = 
             parsed = arguments(text, file.parent, name)
         elif syntax == "python":
             parsed, script = python_values(
-                text, name, NOTES, lambda other: _beside(file.parent, other or str(beside or ""))
+                text, name, NOTES, lambda other: _keys_named(file.parent, other or str(argument or ""))
             )
             syntax = "python script" if script else syntax
         else:
@@ -111,7 +111,7 @@ def found_file(folder: Path, name: Any) -> Path | None:
     return None
 
 
-def _beside(folder: Path, name: str) -> Any:
+def _keys_named(folder: Path, name: str) -> Any:
     """Return the keys of a file that a script names; None without such."""
     suffix = Path(name).suffix[1:]
     syntax, path = _SUFFIXES.get(suffix, suffix), found_file(folder, name)

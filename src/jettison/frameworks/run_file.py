@@ -739,15 +739,15 @@ def _started(script: ConfigFile) -> ConfigFile:
     if script.syntax != "arguments":
         return script
     own = {key: value for key, value in values.items() if not key.startswith("$")}
-    beside = {name for table in tables() for name in table.get("given_with", ())}
+    companions = {name for table in tables() for name in table.get("given_with", ())}
     names = [values.get(CONFIG), *(own.values() if _table(script) is None else ())]
     for path in filter(None, (found_file(folder, name) for name in names)):
         with suppress(UsageError):
             kind = _table(file := read_config_file(path))
-            if kind is not None and kind["framework"] not in beside:
-                launched = re.compile(rf"(?!config.file)(?:{OF_LAUNCHERS})")  # accelerate's is one of the run
+            if kind is not None and kind["framework"] not in companions:
+                launchers = re.compile(rf"(?!config.file)(?:{OF_LAUNCHERS})")  # accelerate's is one of the run
                 own = {key: one for key, one in own.items() if found_file(folder, one) != path}
-                own = {key.replace("-", "_"): one for key, one in own.items() if not launched.fullmatch(key)}
+                own = {key.replace("-", "_"): one for key, one in own.items() if not launchers.fullmatch(key)}
                 said = f"{path}, which the script starts, is read; its arguments count: {', '.join(own) or 'none'}"
                 return replace(file, values={**file.values, **own, NOTES: [*values.get(NOTES, ()), said]})
     return script

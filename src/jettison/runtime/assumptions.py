@@ -34,7 +34,7 @@ from jettison.runtime.graph_fingerprint import nodes_behind
 Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"
 _LEAF: Final = 2**64 - 1  # sequence number of nodes that accumulate gradients
-MOST_OF_A_LOSS: Final = 1024  # bytes of a parameter that scales it: a temperature, weights of several losses
+MOST_SCALE_BYTES: Final = 1024  # of a parameter that scales a loss: a temperature, weights of several losses
 AUTOCAST: Final = "autocast"
 PARTIAL: Final = "partial"
 _OTHER_BACKWARDS: Final = {
@@ -216,8 +216,8 @@ class Assumptions:
                 self._say(kind, *words)
 
     def _beyond_loss(self) -> str:
-        """Where backward begins, if not at the model's own loss, scaled (by a trained number, say) or added to other
-        numbers that it returned.
+        """Place at which backward begins, if not at the model's own loss, scaled (by a trained number, say) or added to
+        other numbers that it returned.
         """
         if not self.has_loss:
             return "outside of the model, which returned no loss"
@@ -227,7 +227,7 @@ class Assumptions:
         for node in nodes_behind(tensors, self.last_node + 1):
             reached.update(after for after, _ in node.next_functions)
         factors = {
-            node for node in reached if getattr(getattr(node, "variable", None), "nbytes", _LEAF) < MOST_OF_A_LOSS
+            node for node in reached if getattr(getattr(node, "variable", None), "nbytes", _LEAF) < MOST_SCALE_BYTES
         }
         numbers = {node._sequence_nr() for node in reached - factors - {None}}
         if all(self.last_node < number < _LEAF or number in self.losses for number in numbers):
