@@ -231,9 +231,96 @@ LOGS = {
         "{'loss': 1.1, 'memory(GiB)': 60.5, 'train_speed(iter/s)': 0.25}\n",
         MeasuredRun(reserved=int(60.5 * GIB), step=4.0),
     ),
+    "nvidia-smi with another job, and another rank's context": (
+        "|   0  NVIDIA A100-SXM4-80GB          Off |   00000000:01:00.0 Off |                    0 |\n"
+        "| N/A   45C    P0            300W /  400W |   46000MiB /  81920MiB |     99%      Default |\n"
+        "|                                         |                        |             Disabled |\n"
+        "|    0   N/A  N/A      2607      G   /usr/lib/xorg/Xorg                              4MiB |\n"
+        "|    0   N/A  N/A     27183      C   VLLM::EngineCore                            20000MiB |\n"
+        "|    0   N/A  N/A     36421      C   ...envs/a/bin/python                        24576MiB |\n"
+        "|    0   N/A  N/A     36422      C   ...envs/a/bin/python                          738MiB |\n",
+        MeasuredRun(device=24 * GIB),
+    ),
+    "nvidia-smi of instances (MIG)": (
+        "| N/A   44C    P0            174W /  500W |   24259MiB /  40536MiB |     N/A      Default |\n"
+        "|                                         |                        |              Enabled |\n"
+        "+-----------------------------------------+------------------------+----------------------+\n"
+        "|  1    3   0   0  |  14336MiB / 19968MiB | 28      0 |  2   0    1    0    0 |\n"
+        "|                  |      4MiB / 32767MiB |           |                       |\n"
+        "|  1    5   0   1  |   9880MiB / 19968MiB | 28      0 |  2   0    1    0    0 |\n",
+        MeasuredRun(device=14 * GIB),
+    ),
+    "gpustat": (
+        "[0] NVIDIA A100-SXM4-40GB | 35'C,  98 % | 10240 / 40960 MB | me(10232M)\n",
+        MeasuredRun(device=10 * GIB),
+    ),
+    "memory summary": (
+        "| Allocated memory      |    512 MiB |  10240 MiB |  66253 MiB |  65741 MiB |\n"
+        "| GPU reserved memory   |  11264 MiB |  12288 MiB |  12288 MiB |   1024 MiB |\n",
+        MeasuredRun(allocated=10 * GIB, reserved=12 * GIB),
+    ),
+    "xtuner 0": (
+        "2024/05/07 12:41:21 - mmengine - INFO - Iter(train) [1530/2046]  lr: 3.1649e-05  eta: 0:28:29  time: 1.5  "
+        "data_time: 0.0190  memory: 15360  loss: 0.7908\n",
+        MeasuredRun(allocated=15 * GIB, step=3.0),
+    ),
+    "xtuner 1": (
+        "Epoch 1 Step 9/99 data_time: 0.01 lr: 1.0e-05 time: 1.5000 text_tokens: 9 seqlen_tokens: 9 "
+        "max_memory: 45.50 GB reserved_memory: 50.25 GB tgs: 99.0\n",
+        MeasuredRun(allocated=int(45.5 * GIB), reserved=int(50.25 * GIB), step=1.5),
+    ),
+    "accelerate": (
+        "CPU Total Peak Memory consumed during the train (max): 30000\n"
+        "GPU Total Peak Memory consumed during the train (max): 10240\n",
+        MeasuredRun(allocated=10 * GIB),
+    ),
+    "titan, zero is none": (
+        "step: 3  loss: 4.9  memory:  0.00GiB(0.00%)  tps: 4,096  tflops: 3.15  mfu: 0.32%\n",
+        MeasuredRun(step=2.0),
+    ),
+    "W&B of torchtitan": (
+        '{"memory/max_reserved(GiB)":49.5,"memory/max_reserved(%)":52.2,"throughput(tps)":4096.0,"_step":250}\n',
+        MeasuredRun(reserved=int(49.5 * GIB), step=2.0),
+    ),
+    "W&B of torchtune": (
+        '{"tokens_per_second_per_gpu":4096.0,"peak_memory_alloc":8.0,"peak_memory_reserved":10.0}\n',
+        MeasuredRun(allocated=8 * GIB, reserved=10 * GIB, step=2.0),
+    ),
+    "W&B of nanotron": ('{"elapsed_time_per_iteration_ms":1250.0,"_step":9}\n', MeasuredRun(step=1.25)),
+    "W&B of Megatron": (
+        '{"iteration-time":5.5,"mem-allocated-bytes":58250000000,"mem-max-allocated-bytes":61250000000}\n',
+        MeasuredRun(allocated=61_250_000_000, step=5.5),
+    ),
+    "W&B of a Trainer, its rate rounded": (
+        '{"train/global_step":8,"train_runtime":2292.0,"train_steps_per_second":0.003}\n',
+        MeasuredRun(step=286.5),
+    ),
+    "trainer_state.json": (
+        '      "step": 8,\n      "total_flos": 8.04e+16,\n      "train_loss": 0.2,\n      "train_runtime": 2292.0,\n'
+        '      "train_steps_per_second": 0.003\n',
+        MeasuredRun(step=286.5),
+    ),
+    "the second of two steps": (
+        "steps: 1 loss: 12.6 iter time (s): 5.400 samples/sec: 47.411\n"
+        "steps: 2 loss: 12.6 iter time (s): 2.673 samples/sec: 95.775\n",
+        MeasuredRun(step=2.673),
+    ),
     "swift": (
         "{'loss': 1.1, 'memory(GiB)': 60.5, 'train_speed(iter/s)': 0.25}\n",
         MeasuredRun(reserved=int(60.5 * GIB), step=4.0),
+    ),
+    "swift, means since the start": (
+        "{'loss': 1.1, 'global_step/max_steps': '1/4', 'train_speed(s/it)': '8.0'}\n"
+        "{'loss': 1.1, 'global_step/max_steps': '2/4', 'train_speed(s/it)': '5.0'}\n"
+        "{'loss': 1.1, 'global_step/max_steps': '4/4', 'train_speed(s/it)': '3.5'}\n"
+        "{'train_runtime': '15', 'global_step/max_steps': '4/4', 'train_speed(s/it)': '3.75'}\n",
+        MeasuredRun(step=2.0),
+    ),
+    "swift, resumed": (
+        "{'loss': 1.1, 'iteration': '101/104', 'train_speed(s/it)': 8.0}\n"
+        "{'loss': 1.1, 'iteration': '102/104', 'train_speed(s/it)': 5.0}\n"
+        "{'loss': 1.1, 'iteration': '104/104', 'train_speed(s/it)': 3.5}\n",
+        MeasuredRun(step=3.5),
     ),
 }
 
@@ -253,6 +340,9 @@ def test_a_log_and_figures_are_the_same_anchor(tmp_path: Path, capsys: pytest.Ca
     for file, measured in zip(files, (str(log), "allocated=40GiB reserved=44GiB step=1.5s"), strict=True):
         assert run(["calibrate", *RUN, *ON, "--measured", measured, "--out", str(file)]) == 0
     assert read_anchor(files[0]) == read_anchor(files[1])
+    log.write_text("{'train_runtime': 2292.0, 'train_samples_per_second': 0.4, 'train_steps_per_second': 0.003}\n")
+    assert run(["calibrate", *RUN, *ON, "--measured", str(log)]) == 2
+    assert "no finer rate than 0.003 steps a second" in capsys.readouterr().err
     log.write_text("nothing of the kind\n")
     assert run(["calibrate", *RUN, *ON, "--measured", str(log)]) == 2
     assert "no line of a trainer" in capsys.readouterr().err

@@ -265,7 +265,7 @@ REPORTED = (
         free=0.0,
         total=11.0,
         holders={"shared or virtual memory": -(16.98 + 696.75 / 1024 - 11.0)},
-        says=("6.7 GiB are above the device's capacity", '"10137MiB"'),
+        says=("6.7 GiB are above what the device holds", '"10137MiB"'),
         never=("fragmentation:",),
     ),
     Case(
@@ -462,8 +462,37 @@ ALLOCATORS = (
         allocated=13.67,
         total=8.0,
         holders={"shared or virtual memory": -(13.67 + 9.62 / 1024 - 8.0)},
-        says=("5.7 GiB are above the device's capacity", '"7372MiB"'),
+        says=("5.7 GiB are above what the device holds", '"7372MiB"'),
         never=("17179869184",),
+    ),
+    Case(
+        name="a server that sleeps: PyTorch counts more than its process has, in a line that is broken in a word",
+        text="(Runner pid=104449) "
+        + new("2.12 GiB", "79.19 GiB", "2.11 GiB", "83.48 GiB", "30.59 GiB", own="76.96 GiB").replace(
+            "PyT", "P\nyT", 1
+        ),
+        kind=FindingKind.PEAK,
+        requested=2.12,
+        allocated=83.48,
+        total=79.19,
+        holders={"shared or virtual memory": -(83.48 + 30.59 - 76.96)},
+        says=("37.1 GiB are above what the device holds",),
+        never=("fragmentation:",),
+    ),
+    Case(
+        name="a message without its beginning",
+        text="Tried to allocate 20.00 MiB (GPU 0; 1.96 GiB total capacity; 1.24 GiB already allocated; 2.88 MiB free; "
+        "1.25 GiB reserved in total by PyTorch)",
+        kind=FindingKind.PEAK,
+        requested=20 / 1024,
+        allocated=1.24,
+        total=1.96,
+    ),
+    Case(
+        name="a memory summary without a message",
+        text="|            CUDA OOMs: 1            |        cudaMalloc retries: 1         |\n",
+        kind=FindingKind.UNKNOWN,
+        says=("a memory summary does not say",),
     ),
     Case(
         name="an APU calls more free than it has",
@@ -651,7 +680,7 @@ ALLOCATORS = (
         allocated=22.43,
         total=16.0,
         holders={"shared or virtual memory": -6.43},
-        says=("6.4 GiB are above the device's capacity", '"14745MiB"'),
+        says=("6.4 GiB are above what the device holds", '"14745MiB"'),
     ),
 )
 

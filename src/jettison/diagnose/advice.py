@@ -247,7 +247,8 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
         elif facts.device in _TRITON and not trainer.optimizer:
             found.append(change("peak.paged"))
         found += trainer.change("optimizer")
-    if facts.logits or speaks_of_logits(facts.site, *(text for p in facts.parts[:2] for text in (p.module, p.site))):
+    sites = (text for p in facts.parts[:2] for text in (p.module, p.site))
+    if not facts.evaluating and (facts.logits or speaks_of_logits(facts.site, *sites)):
         found += _fused_loss(facts)
     held = sum(part.nbytes for part in facts.parts if part.role in (StepPhase.FORWARD, StepPhase.RECOMPUTE))
     wanted = held + (facts.requested_bytes or 0)

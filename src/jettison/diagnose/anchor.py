@@ -19,14 +19,16 @@ A measured run corrects predictions of others by as few physical quantities as e
 NOTE [ Lines of logs ]
 Lines of logs are the frameworks' data: ``[logs]`` of their ``defaults.toml`` has patterns whose groups name what they
 find and in which unit. Groups of one match with a number at the end (``device_GiB_2``) are added to the one without; an
-alternative without groups skips lines. ``words``: a log without any of these has no such line, which is quicker.
+alternative without groups skips lines. ``process_MiB`` counts before the device's. ``mean_s`` is a mean over the
+``steps_done`` since the start, ``run_s`` a duration of ``run_steps``. ``words``: a log without any of these has no such
+line, which is quicker.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isclose, sqrt
 from pathlib import Path
@@ -172,10 +174,12 @@ def _most_probable(seconds: Mapping[str, float], step: float) -> dict[str, float
 
 WARMUP: Final = 2
 """Steps whose time is left out, where there are more."""
-_BYTES: Final = {"GiB": GIB, "MiB": MIB, "GB": 10**9}
+_BYTES: Final = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "B": 1}
 _TIMES: Final = {"K": 1e3, "M": 1e6}
 _ROUNDED: Final = 0.001
 """Steps per second; a Trainer rounds rates to 0.001."""
+_COARSE: Final = 0.01
+"""Steps per second, below which rounding changes a rate by more than 5 %."""
 
 
 def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, sequences: int = 0) -> MeasuredRun:
@@ -208,26 +212,39 @@ def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, seq
                     figures[re.sub(r"_\d+$", "", name)] += _number(value)
             for name, figure in figures.items():
                 found[name].append(figure)
+    found["device_MiB"] = found["process_MiB"] or found["device_MiB"]
     peaks: dict[str, int] = {}
     for name in ("allocated", "reserved", "device"):
-        sizes = [round(value * size) for unit, size in _BYTES.items() for value in found[f"{name}_{unit}"]]
+        sizes = [round(value * size) for unit, size in _BYTES.items() for value in found[f"{name}_{unit}"] if value]
         if sizes and max(sizes) >= max(peaks.values(), default=0):  # else rounded, or of another moment
             peaks[name] = max(sizes)
-    steps = [ms / 1e3 for ms in found["step_ms"]] + found["step_s"]
-    steps = steps or [ms / 1e3 * micro_batches for ms in found["micro_batch_ms"]]
+    steps = _after_warmup(found["steps_done"], found["mean_s"] or [1 / rate for rate in found["mean_per_s"] if rate])
+    steps = steps or [ms / 1e3 for ms in found["step_ms"]] + found["step_s"]
+    steps = steps or [
+        s * micro_batches for s in (*(ms / 1e3 for ms in found["micro_batch_ms"]), *found["micro_batch_s"])
+    ]
     steps = steps or [tokens_per_device / rate for rate in found["tokens_per_second"] if rate]
+    steps = steps or [s / n for s, n in zip(found["run_s"], found["run_steps"], strict=True) if n]
     finer = [rate / sequences for rate in found["samples_per_second"] if rate and sequences]
     rates = [rate for rate in found["steps_per_second"] if rate]
     if finer and (not rates or abs(finer[-1] - rates[-1]) <= _ROUNDED):  # else the batches are not those of the run
         rates = finer
-    steps = steps or [1 / rate for rate in rates]
-    step = median(steps[WARMUP:] or steps) if steps else None
+    steps = steps or [1 / rate for rate in rates if rate >= _COARSE]
+    step = median(steps[min(WARMUP, len(steps) - 1) :]) if steps else None
     if not peaks and step is None:
-        raise UsageError(
-            f"{path} has no line of a trainer that is known ({', '.join(named('logs'))}); give the figures themselves: "
-            f"--measured {MEASURED_WORDS}"
-        )
+        known = f"no line of a trainer that is known ({', '.join(named('logs'))})"
+        has = f"no finer rate than {rates[-1]} steps a second, rounded to {_ROUNDED}" if rates else known
+        raise UsageError(f"{path} has {has}; give the figures themselves: --measured {MEASURED_WORDS}")
     return MeasuredRun(**peaks, step=step)
+
+
+def _after_warmup(done: Sequence[float], means: Sequence[float]) -> list[float]:
+    """Seconds of a step after the warm-up; the last mean where a run was resumed or a log has several."""
+    seconds = {n: n * mean for n, mean in reversed([*zip(done, means, strict=True)])}  # a last line says it again
+    steps = sorted(seconds)[min(WARMUP, max(1, len(seconds) - 1)) - 1 :]
+    if len(steps) < 2 or list(done) != sorted(done) or done[0] > max(1, done[1] - done[0]):
+        return list(means[-1:])
+    return [(seconds[steps[-1]] - seconds[steps[0]]) / (steps[-1] - steps[0])]
 
 
 def _number(text: str) -> float:

@@ -274,7 +274,7 @@ def _known(nbytes: int | None) -> int | None:
 
 def _allocator(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     """PyTorch's allocators, which say who holds the device; without a request's size they say nothing else."""
-    sizes, device = form.sizes(text), found.expand(form.device).lower()
+    sizes, device = form.sizes(text), found.expand(form.device).lower() or "cuda"
     if sizes["asked"] is None:
         return {"device": device, "notes": (_NO_FIGURES,)}
     if sizes["allocated"] is not None and sizes["reserved"] is not None:
@@ -403,8 +403,11 @@ def _held(sizes: Mapping[str, int | None], processes: Sequence[int]) -> Figures:
     if total == 0:
         total = free = None  # the driver does not say
     notes: list[str] = []
-    if total is not None and held > total * (1 + SLACK):
-        return _figures(total, free, allocated, unused, 0) | {"shared_bytes": held + (free or 0) - total}
+    if total is not None and held > min(total, own or total) * (1 + SLACK):
+        rest = 0 if own is None else max(0, total - (free or 0) - own)
+        elsewhere = {"other_processes_bytes": min(others, rest), "unaccounted_bytes": max(0, rest - others)}
+        shared = {"outside_bytes": 0, "shared_bytes": held + (free or 0) + rest - total}
+        return _figures(total, free, allocated, unused, 0) | elsewhere | shared
     if free is not None and total is not None and free > max(0, total - held) * (1 + SLACK):
         free = max(0, total - held)
         notes.append("the driver calls more free than the device has left: memory that is shared with the host")

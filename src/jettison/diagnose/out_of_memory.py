@@ -262,7 +262,8 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
         "are other processes'": facts.other_processes_bytes,
         f"are another process's, or this one's outside of PyTorch: {words}": facts.unaccounted_bytes,
         "are held unused in private pools (CUDA graphs)": facts.private_bytes,
-        "are above the device's capacity: the driver has them in shared or virtual memory, slowly": facts.shared_bytes,
+        "are above what the device holds: the driver has them in shared or virtual memory, slowly, or a server that "
+        "sleeps gave them back": facts.shared_bytes,
     }.items():
         if nbytes > max(MIB, 0 if nbytes != facts.unaccounted_bytes else rounding):
             found.append(f"{format_gib(nbytes)} {what}")
