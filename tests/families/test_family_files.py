@@ -21,6 +21,7 @@ from formula import (
 )
 from jettison.families import config
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family, files
+from jettison.spec.model import DropoutSites
 from support.kernel_sets import HUGGINGFACE
 from support.patience import PATIENCE
 from support.spec_cases import TINY, decoded
@@ -70,8 +71,8 @@ def test_a_file_says_what_exists(kind: str) -> None:
     assert not set(family.required) & set(family.defaults)
     keys = {*family.required, *family.defaults}
     assert set(family.spelling) <= keys
-    sites = {getattr(family.dropout, site.name) for site in fields(family.dropout)} - {"", "attention_dropout"}
-    assert sites <= keys
+    assert {*family.dropout} <= {site.name for site in fields(DropoutSites)}
+    assert {*family.dropout.values()} - {"", "attention_dropout"} <= keys
 
 
 @pytest.mark.parametrize(("name", "other"), [*SAME.items(), *IN_WRAPPERS.items()])

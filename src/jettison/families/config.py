@@ -180,13 +180,7 @@ def _patches(fields: ConfigFields) -> Patches:
     sides = image if isinstance(image, list | tuple) else (image, image)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise fields.error("image_size", "a number of pixels, or two: height and width")
-    return Patches(
-        height=sides[0],
-        width=sides[1],
-        patch=fields.size("patch_size"),
-        channels=fields.size("num_channels"),
-        bias=fields.family.patch_bias,
-    )
+    return fields.part(Patches, height=sides[0], width=sides[1], bias=fields.family.patch_bias)
 
 
 def _classes(fields: ConfigFields) -> int:
@@ -211,21 +205,17 @@ def _audio(fields: ConfigFields) -> Audio:
         raise fields.error("num_conv_pos_embedding_groups", f"a divisor of the hidden size {hidden}")
     augmented = fields.flag("apply_spec_augment")
     chances = [fields.number(key) > 0 for key in ("mask_time_prob", "mask_feature_prob")]
-    return Audio(
+    return fields.part(
+        Audio,
         channels=channels,
         kernels=kernels,
         strides=strides,
-        bias=fields.flag("conv_bias"),
         group_norm=norm == "group",
         activation=fields.activation("feat_extract_activation"),
-        projection_norm=fields.flag("feat_proj_layer_norm"),
         masked_time=augmented and chances[0],
         masked_features=augmented and chances[1],
         mask=any(chances),
-        position_kernel=fields.size("num_conv_pos_embeddings"),
-        position_groups=groups,
         mean_loss=reduction == "mean",
-        zero_infinity=fields.flag("ctc_zero_infinity"),
     )
 
 
@@ -254,7 +244,7 @@ def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
     keys = fields.family.dropout
     chances = {}
     for site in (field.name for field in dataclass_fields(DropoutSites)):
-        if key := getattr(keys, site):
+        if key := keys.get(site):
             chances[site] = fields.number(key)
             if not 0 <= chances[site] < 1:
                 raise fields.error(key, "a probability of at least 0 and below 1")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import chain
+from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jettison.core.errors import NotDescribed, UsageError
+from jettison.core.files import read_table
 from jettison.families.family import Family
 from jettison.spec.model import Activation, Arrangement
 
+_Part = TypeVar("_Part")
 MOST_LAYERS: Final = 100_000  # a typo must not fill the memory with layers
 TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
@@ -143,6 +147,21 @@ class ConfigFields:
             raise self.error(key, f"one of {', '.join(_ACTIVATIONS)}")
         found = _ACTIVATIONS[word]
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
+
+    def part(self, kind: type[_Part], **stated: Any) -> _Part:
+        """Return a part of the model: fields as stated, others by the keys that ``layers.toml`` has for them."""
+        types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+        read: Mapping[str, Callable[[str], Any]] = {
+            "bool": self.flag,
+            "int": self.size,
+            "int | None": self.optional_size,
+        }
+        return kind(**{name: read[types[name]](key) for name, key in _keys()[kind.__name__].items()}, **stated)
+
+
+@cache
+def _keys() -> Mapping[str, Mapping[str, str]]:
+    return read_table(Path(__file__).with_name("layers.toml"))
 
 
 # Non-standard configurations: conversion to the usual keys, and fields of a family that they decide -------------------

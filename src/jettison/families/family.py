@@ -33,18 +33,6 @@ class ScanKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropoutKeys:
-    """Key of each site's dropout probability; empty: the code has no dropout there."""
-
-    embedding: str = ""
-    attention: str = "attention_dropout"
-    residual: str = ""
-    projected: str = ""
-    inner: str = ""
-    output: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """Fixed choices in the code of a mixture of experts. ``width`` is the key of one expert's feed-forward width."""
 
@@ -127,7 +115,7 @@ class Family:
     waveform: bool = False  # it reads raw audio
     images: bool = False  # it reads images; ``pooling`` selects the classifier's input
     pooling: Pooling = Pooling.NONE
-    dropout: DropoutKeys = field(default_factory=DropoutKeys)
+    dropout: Mapping[str, str] = field(default_factory=dict)  # key of each site's probability, of those that have one
     kernels: Mapping[str, Any] = field(default_factory=dict)
     pair: Mapping[str, Any] = field(default_factory=dict)  # the other tower
     described_kernels: tuple[str, ...] = ()
@@ -193,7 +181,7 @@ def _family(file: Path) -> Family:
     return Family(
         defaults=table["defaults"],
         spelling=_typed(table.get("spelling", {})),
-        dropout=DropoutKeys(**table.get("dropout", {})),
+        dropout={"attention": "attention_dropout", **table.get("dropout", {})},
         experts=Experts(**experts) if experts else None,
         kernels=_typed(table.get("kernels", {})),
         pair=table.get("pair", {}),

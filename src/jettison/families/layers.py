@@ -23,7 +23,7 @@ def layers_of(fields: ConfigFields, norm: model.Norm) -> tuple[model.Layer, ...]
     depth = fields.depth("num_hidden_layers")
     if family.scan is not None:
         return _mixed(fields, norm, depth)
-    attention = latent_attention_of(fields) if family.latent else attention_of(fields)
+    attention = fields.part(model.LatentAttention) if family.latent else attention_of(fields)
     kinds: dict[tuple[int | None, bool, bool], model.Layer] = {}
     windows = list(_windows(fields, depth))
     order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
@@ -187,15 +187,9 @@ def scan_of(fields: ConfigFields) -> model.Scan:
 def _mamba1(fields: ConfigFields, *, normed: bool) -> model.SelectiveScan:
     rank = fields.value("mamba_dt_rank")
     hidden = fields.size("hidden_size")
-    return model.SelectiveScan(
-        inner=fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden,
-        state=fields.size("mamba_d_state"),
-        rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
-        taps=fields.size("mamba_d_conv"),
-        bias=fields.flag("mamba_proj_bias"),
-        convolution_bias=fields.flag("mamba_conv_bias"),
-        normed=normed,
-    )
+    inner = fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden
+    rank = -(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank")
+    return fields.part(model.SelectiveScan, inner=inner, rank=rank, normed=normed)
 
 
 def _mamba2(fields: ConfigFields) -> model.StateSpaceDual:
@@ -208,30 +202,14 @@ def _mamba2(fields: ConfigFields) -> model.StateSpaceDual:
             raise UsageError(f"{fields.name}: got {got}; expected expand x hidden_size = num_heads x head_dim")
     if heads % groups:
         raise fields.error("mamba_num_heads", f"a multiple of the {groups} groups")
-    return model.StateSpaceDual(
-        heads=heads,
-        head_dim=fields.size("mamba_head_dim"),
-        state=fields.size("ssm_state_size"),
-        groups=groups,
-        taps=fields.size("conv_kernel"),
-        chunk=fields.size("chunk_size"),
-        bias=fields.flag("use_bias"),
-        convolution_bias=fields.flag("use_conv_bias"),
-    )
+    return fields.part(model.StateSpaceDual)
 
 
 def _delta(fields: ConfigFields, *, grouped: bool) -> model.GatedDelta:
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     if values % keys:
         raise fields.error("linear_num_value_heads", f"a multiple of the {keys} key heads")
-    return model.GatedDelta(
-        key_heads=keys,
-        value_heads=values,
-        key_dim=fields.size("linear_key_head_dim"),
-        value_dim=fields.size("linear_value_head_dim"),
-        taps=fields.size("linear_conv_kernel_dim"),
-        grouped=grouped,
-    )
+    return fields.part(model.GatedDelta, grouped=grouped)
 
 
 _OF_FAMILY: Final = ("key_bias", "fused_qkv", "qk_norm", "sinks", "alibi")
@@ -298,18 +276,6 @@ def _rotated(fields: ConfigFields, head_dim: int) -> int:
         raise UsageError(f"{fields.name}: got {key} {short(share)}; expected a share above 0 and at most 1")
     dim = int(head_dim * share)
     return dim + dim % 2 if dim < head_dim else dim
-
-
-def latent_attention_of(fields: ConfigFields) -> model.LatentAttention:
-    return model.LatentAttention(
-        heads=fields.size("num_attention_heads"),
-        query_rank=fields.optional_size("q_lora_rank"),
-        kv_rank=fields.size("kv_lora_rank"),
-        nope_dim=fields.size("qk_nope_head_dim"),
-        rope_dim=fields.size("qk_rope_head_dim"),
-        value_dim=fields.size("v_head_dim"),
-        bias=fields.flag("attention_bias"),
-    )
 
 
 def mlp_of(fields: ConfigFields) -> model.Mlp:
