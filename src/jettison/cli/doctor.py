@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.errors import UsageError, install
-from jettison.core.files import write_whole
+from jettison.core.files import read_table, write_whole
 from jettison.core.process import cores
 from jettison.core.units import format_bytes, format_gib
 from jettison.diagnose.facts import MemoryFacts, StepPhase
@@ -143,44 +143,20 @@ def _accelerators() -> list[tuple[str, str]]:
     return [(f"cuda:{at}", f"{one.name}, {format_bytes(one.total_memory)}") for at, one in enumerate(found)]
 
 
-_DEBUGGING: Final = {
-    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc",
-    "TORCH_SHOW_CPP_STACKTRACES": "stacks are walked in each error",
-    "TORCHDYNAMO_DISABLE": "nothing is compiled",
-    "PYTORCH_JIT": "0 switches scripting off",
-}
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_OPTIONS: Final = (
-    "backend",
-    "expandable_segments",
-    "garbage_collection_threshold",
-    "graph_capture_record_stream_reuse",
-    "max_non_split_rounding_mb",
-    "max_split_size_mb",
-    "per_process_memory_fraction",
-    "pinned_max_register_threads",
-    "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb",
-    "pinned_use_background_threads",
-    "pinned_use_cuda_host_register",
-    "release_lock_on_cudamalloc",
-    "roundup_bypass_threshold_mb",
-    "roundup_power2_divisions",
-    "use_cuda_host_register",
-)
+_KNOWN: Final = read_table(Path(__file__).with_suffix(".toml"))
 
 
 def environment_notes(environment: Mapping[str, str], cores: int) -> list[tuple[str, str]]:
     """(variable, what it does) of those that are worth a line."""
     notes = [
         (name, f"{environment[name]}: {what}")
-        for name, what in _DEBUGGING.items()
+        for name, what in _KNOWN["debugging"].items()
         if environment.get(name, "") not in (("", "1") if name == "PYTORCH_JIT" else ("", "0"))
     ]
     for name in _ALLOCATORS:
         options = [part.partition(":")[0].strip() for part in environment.get(name, "").split(",") if ":" in part]
-        unknown = [option for option in options if option.isidentifier() and option not in _OPTIONS]
+        unknown = [option for option in options if option.isidentifier() and option not in _KNOWN["allocator_options"]]
         if unknown:
             notes.append((name, f"{', '.join(unknown)}: no option that is known here"))
     threads = environment.get("OMP_NUM_THREADS", "")

@@ -25,7 +25,7 @@ from jettison.capture.op_traits import DISCRETE
 from jettison.capture.signature import kernel_switches
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
-from jettison.diagnose.finding import Change, Finding, FindingKind
+from jettison.diagnose.finding import Finding, FindingKind, change
 from jettison.models.live_model import ModelRequest, load
 from jettison.report.findings import FindingsReport
 from jettison.report.tables import span
@@ -122,10 +122,10 @@ class _Before:
     """Parameters and batch as they were."""
 
     def __init__(self, model: nn.Module, batch: Any, blocks: list[str]) -> None:
-        def block_of(name: str) -> str:
-            return next((block for block in blocks if name.startswith(f"{block}.")), "")
-
-        tensors = [(block_of(name), f"parameter {name}", p) for name, p in model.named_parameters()]
+        tensors = [
+            (next((block for block in blocks if name.startswith(f"{block}.")), ""), f"parameter {name}", p)
+            for name, p in model.named_parameters()
+        ]
         tensors += [("", "the batch", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         self.versions = [(block, name, tensor, tensor._version) for block, name, tensor in tensors]
 
@@ -292,20 +292,6 @@ class _Ops(TorchDispatchMode):
 
 
 SCHEMA: Final = "jettison.doctor_model/1"
-_CHANGES: Final = {
-    Hazard.RANDOM: ("torch.rand(...)    # of the default generator", "checkpoints put that stream back"),
-    Hazard.NESTED: ("checkpoint(function, *tensors, use_reentrant=False)", "sees tensors wherever they are"),
-    Hazard.WRITTEN: ("y = x + 1    # not: x.add_(1)", "recompute then reads what forward had"),
-    Hazard.SHARED: (
-        "torch.autocast(..., cache_enabled=False)",
-        "each use then casts the weight anew, in forward and again",
-    ),
-    Hazard.CONTEXT: ("with sdpa_kernel(...): loss.backward()", "recompute chooses kernels where it runs"),
-    Hazard.CHOICE: ('jettison.apply(model, "selective-op", batch=batch)', "plans of Jettison's keep what was chosen"),
-    Hazard.BUFFERS: ("if torch._C._current_graph_task_id() == -1: self.counter += 1", "counts in forward alone"),
-    Hazard.CAPTURED: ("block(x, shared)    # as an argument", "its gradient then flows through the block"),
-}
-"""Code to write instead, and the reason, by hazard."""
 
 
 def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> FindingsReport:
@@ -334,9 +320,8 @@ def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
         blocks = [one.block for one in group]
         where = span(blocks) if blocks != [""] else "the model around its blocks"
         claim = f"{hazard}: {where}" if late else f"{hazard}, and it is recomputed in backward: {where}"
-        verify = f"jettison verify {model} --given", "proves whether gradients are those of a plain copy"
-        wanted = [_CHANGES[hazard]] if late else [_CHANGES[hazard], verify]
-        changes = tuple(Change(line=line, why=why) for line, why in wanted)
+        names = [hazard.name.lower(), *(() if late else ("verify",))]
+        changes = tuple(change(f"hazard.{name}", model=model) for name in names)
         kind = FindingKind.AT_RISK_IF_RUN_AGAIN if late else FindingKind.AT_RISK_NOW
         evidence = what if not late else f"{what} (nothing runs it again in this step)"
         found.append(Finding(kind=kind, claim=claim, evidence=(evidence,), changes=changes))

@@ -49,15 +49,6 @@ class Finding:
     evidence: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        return {
-            "kind": str(self.kind),
-            "claim": self.claim,
-            "evidence": list(self.evidence),
-            "changes": [{"line": change.line, "why": change.why} for change in self.changes],
-        }
-
 
 @cache
 def table(name: str) -> dict[str, Any]:

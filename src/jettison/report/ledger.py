@@ -188,56 +188,39 @@ def _auto(choice: AutoForecast) -> dict[str, Any]:
 
 def request_document(asked: Resolved) -> dict[str, Any]:
     """A run as it was understood; ``assumed`` names what nobody asked for."""
-    run = asked.run
-    layout = run.layout
-    settings = {
-        "model": run.model.name,
-        "family": run.model.family,
-        "seq": run.seq,
-        "micro_batch": run.micro_batch,
-        "micro_batches": run.micro_batches,
-        "layout": with_former_names(
-            RunRequest, {**asdict(layout), "schedule": str(layout.schedule), "world": layout.world}
-        ),
-        "precision": run.precision.name,
-        "fp8_recipe": None if run.precision.recipe is None else str(run.precision.recipe),
-        "optimizer": str(run.optimizer),
-        "kernels": run.kernels.name,
-        "attention": str(run.kernels.attention),
-        "loss": str(run.kernels.loss),
-        "dropout": run.dropout,
-        "recompute": str(run.recompute),
-        "offload": run.recompute.offload,
-        "offload_modules": list(run.recompute.sent),
-        "micro_batches_without_recompute": run.recompute.whole,
-        "compiled": run.compiled,
-        "gradients": str(run.gradients),
-        "offload_optimizer": str(run.optimizer_offload),
-        "capacity_factor": run.capacity_factor,
-        "tp_comm_overlap": run.tp_comm_overlap,
-        "accumulation": str(run.accumulation),
-        "workspaces": run.workspaces.name,
-        "dataloader_attention_mask": run.dataloader_attention_mask,
-        "keep_batches": run.keep_batches,
-        "keep_logits": run.keep_logits,
-        "packed": run.packed or None,
-        "pad_to_longest": run.pad_to_longest,
-        "cp_comm_type": str(run.kernels.cp_comm_type),
-        "ssm_kernels": str(run.kernels.ssm_kernels),
-        "trained": None if run.tuning is None else str(run.tuning),
-        "frozen_models": [
-            {
-                "role": str(found.frozen.role),
-                "model": None if found.frozen.model is None else found.frozen.model.name,
-                "when": str(found.frozen.when),
-                "parameter_bytes": found.parameters,
-                "forward_bytes": found.forward,
-            }
-            for found in frozen_bytes(run)
+    run, recompute = asked.run, asked.run.recompute
+    layout = {**asdict(run.layout), "schedule": str(run.layout.schedule), "world": run.layout.world}
+    settings = part(
+        "RunSettings",
+        run,
+        run.kernels,
+        asked,
+        model=run.model.name,
+        family=run.model.family,
+        layout=with_former_names(RunRequest, layout),
+        precision=run.precision.name,
+        fp8_recipe=run.precision.recipe and str(run.precision.recipe),
+        kernels=run.kernels.name,
+        recompute=str(recompute),
+        offload=recompute.offload,
+        offload_modules=recompute.sent,
+        micro_batches_without_recompute=recompute.whole,
+        offload_optimizer=str(run.optimizer_offload),
+        workspaces=run.workspaces.name,
+        packed=run.packed or None,
+        trained=run.tuning and str(run.tuning),
+        frozen_models=[
+            part(
+                "FrozenSettings",
+                one.frozen,
+                model=one.frozen.model and one.frozen.model.name,
+                parameter_bytes=one.parameters,
+                forward_bytes=one.forward,
+            )
+            for one in frozen_bytes(run)
         ],
-        "like": asked.like,
-        "assumed": sorted(asked.assumed),
-    }
+        assumed=sorted(asked.assumed),
+    )
     return with_former_names(RunRequest, settings)
 
 
