@@ -78,7 +78,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             "median_milliseconds": case.median_seconds * 1000,
             "gradients_identical": _same_gradients(models[0], model),
         }
-        for rival, model, case in zip(RIVALS, models, timing.cases, strict=True)
+        for rival, model, case in zip(RIVALS, models, timing.values(), strict=True)
     }
 
 

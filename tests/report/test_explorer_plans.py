@@ -114,7 +114,7 @@ def test_a_step_is_what_estimate_answers(index: int, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("index", range(len(LAYOUTS)))
 def test_what_is_held_at_the_peak_is_the_sum_of_its_roles(index: int) -> None:
     device = hardware("h100-80gb")
-    memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), device)
+    memory, time = answered(run_of(MODEL, **[*LAYOUTS.values()][index]), device)
     slices = step_slices(memory, time)
     for stage, own in zip(memory.stages, steps()[index]["stages"], strict=True):
         peak = StagePasses(memory, stage, slices[stage.index]).peak

@@ -92,7 +92,7 @@ def test_every_panel_draws_whatever_is_chosen(file: Path, open_page: Open) -> No
 
 @cache
 def played(index: int) -> tuple[StagePasses, ...]:
-    memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), hardware("h100-80gb"))
+    memory, time = answered(run_of(MODEL, **[*LAYOUTS.values()][index]), hardware("h100-80gb"))
     slices = step_slices(memory, time)
     return tuple(StagePasses(memory, stage, slices[stage.index]) for stage in memory.stages)
 

@@ -31,17 +31,16 @@ def test_interleaved_visits_every_case_each_round_and_reports_ratios():
     assert seen[2:6] == ["short", "long", "long", "short"]
     assert report["short"].ratio == 1.0
     long = report["long"]
-    assert (long.min_seconds, long.median_seconds) == (12, 12)
+    assert long.median_seconds == 12
     assert (long.ratio_low, long.ratio, long.ratio_high) == (3, 3, 3)
-    assert report.baseline == "short"
     assert gc.isenabled()
 
 
 def test_interleaved_refuses_nonsense():
     with pytest.raises(ValueError, match="0 rounds"):
         interleaved(0, {"a": lambda: None})
-    with pytest.raises(ValueError, match="baseline 'b'"):
-        interleaved(1, {"a": lambda: None}, baseline="b")
+    with pytest.raises(ValueError, match="of 0 cases"):
+        interleaved(1, {})
 
 
 def request(func, *args, **kwargs):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.families.presets import PRESETS
 from jettison.predict.forecast import Forecast, available_bytes, forecast
 from jettison.predict.time import Estimate, estimate
@@ -55,6 +56,12 @@ class PageModel:
     def micro_batch(self) -> int:
         """Micro-batch of its published training."""
         return PUBLISHED_MICRO_BATCH.get(self.argument, 1)
+
+
+def explorer_table(name: str) -> dict[str, Any]:
+    """A section of ``explorer.toml``."""
+    found: dict[str, Any] = read_table(Path(__file__).with_name("explorer.toml"))[name]
+    return found
 
 
 def page_models(models: Sequence[str]) -> tuple[PageModel, ...]:

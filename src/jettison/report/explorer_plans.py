@@ -19,7 +19,7 @@ from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import KEPT, LINKS, OFFLOADED, RECOMPUTED, buffer_policies, flips, tensor_name, trades
 from jettison.report.explain import recomputed_flops
-from jettison.report.explorer_models import GPU, MODEL, flags_text, line, rounded, run_of, usual_layout
+from jettison.report.explorer_models import GPU, MODEL, explorer_table, flags_text, line, rounded, run_of, usual_layout
 from jettison.search.auto_recompute import AutoForecast, choose, smallest_budget
 from jettison.spec.device_allowance import FitVerdict
 from jettison.spec.hardware import Hardware, hardware
@@ -139,11 +139,7 @@ def _named(part: StageRegion) -> Mapping[int, str]:
 
 # Segments: checkpoints every k layers, in the first n layers, or in one layer in k ------------------------------------
 
-SEGMENT_MODELS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
-    ("llama3-70b", {"seq": 8192, "micro_batch": 4}),
-    ("gpt-175b", {"tp": 8}),
-    ("llama3-8b", {"seq": 8192}),
-)
+SEGMENT_MODELS: Final[Mapping[str, dict[str, Any]]] = explorer_table("segment_models")
 KINDS: Final = ("every", "block", "interval")
 CLAIMED: Final = ((1, 43e9, 0.0), (4, 11e9, 0.19), (8, 5.4e9, 0.29), (80, None, 0.33))
 """Claims for Llama 3 70B, s = 8192, b = 4 (docs/contradictions.md): layers a checkpoint, bytes, recompute share."""
@@ -152,7 +148,7 @@ CLAIMED: Final = ((1, 43e9, 0.0), (4, 11e9, 0.19), (8, 5.4e9, 0.29), (80, None, 
 def segments_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By model and kind, for every number from 1 to L: bytes that stay, bytes of the open segment, the peak, FLOPs."""
     asked: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in models]
-    asked += SEGMENT_MODELS[:1] if models else SEGMENT_MODELS
+    asked += list(SEGMENT_MODELS.items())[: 1 if models else None]
     return {
         "models": [_segments(model, flags) for model, flags in asked],
         "claims": {"model": "llama3-70b", "rows": [list(row) for row in CLAIMED]},
@@ -267,13 +263,7 @@ def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bo
 # The matrix: which model fits which GPU under which layout, and by how much -------------------------------------------
 
 GPUS: Final = ("rtx4090-24gb", "l40s-48gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "gb200-192gb")
-FIT_LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
-    ("8 GPUs: FSDP", {"dp": 8, "zero": 3}),
-    ("8 GPUs: tensor parallel", {"tp": 8}),
-    ("64 GPUs: FSDP", {"dp": 64, "zero": 3}),
-    ("64 GPUs: 8-way tensor parallel, FSDP over 8", {"tp": 8, "dp": 8, "zero": 3}),
-    ("512 GPUs: 8-way tensor parallel, FSDP over 64", {"tp": 8, "dp": 64, "zero": 3}),
-)
+FIT_LAYOUTS: Final[Mapping[str, dict[str, Any]]] = explorer_table("fit_layouts")
 MODES: Final = ("none", "selective-op", "full")
 
 
@@ -293,7 +283,7 @@ def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
                 "peaks": {mode: [_peak(model, flags, mode, devices) for model in names] for mode in MODES},
                 "commands": [line("ledger", model, flags) for model in names],
             }
-            for name, flags in FIT_LAYOUTS
+            for name, flags in FIT_LAYOUTS.items()
         ],
     }
 

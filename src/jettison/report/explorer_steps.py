@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from functools import cached_property
 from itertools import groupby
@@ -18,21 +18,21 @@ from jettison.predict.ranges import time_residual
 from jettison.predict.time import Breakdown
 from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
-from jettison.report.explorer_models import GPU, MODEL, answered, flags_text, line, rounded, run_of, usual_layout
+from jettison.report.explorer_models import (
+    GPU,
+    MODEL,
+    answered,
+    explorer_table,
+    flags_text,
+    line,
+    rounded,
+    run_of,
+    usual_layout,
+)
 from jettison.report.step_slices import PassSlices, SliceKind, host_copies, step_slices
 from jettison.spec.hardware import Hardware, hardware
 
-LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
-    ("4 stages, 1F1B", {"pp": 4, "micro_batches": 8}),
-    ("4 stages, 1F1B, full recomputation", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
-    ("4 stages, interleaved 1F1B, 2 virtual stages each", {"pp": 4, "virtual_stages": 2, "micro_batches": 8}),
-    ("4 stages, GPipe", {"pp": 4, "micro_batches": 8, "schedule": "gpipe"}),
-    ("1 stage, FSDP over 8", {"dp": 8, "zero": 3, "seq": 8192, "micro_batches": 2}),
-    (
-        "1 stage, FSDP over 8, planned with offload",
-        {"dp": 8, "zero": 3, "seq": 8192, "micro_batch": 2, "micro_batches": 2, "recompute": "auto", "offload": True},
-    ),
-)
+LAYOUTS: Final[Mapping[str, dict[str, Any]]] = explorer_table("step_layouts")
 LEAST_SHARE: Final = 0.01
 """Share of the bytes that are held, below which a role is one of the others."""
 
@@ -41,7 +41,7 @@ def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By layout, every stage's passes, what they hold, and a breakdown of the peak."""
     full = {"recompute": "full"}
     asked = [(f"{name}, full recomputation", name, usual_layout(name, hardware(GPU)) | full) for name in models]
-    asked += [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
+    asked += [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS.items()]
     return {"layouts": [_layout(name, model, flags) for name, model, flags in asked]}
 
 
@@ -237,13 +237,7 @@ class Iteration(NamedTuple):
     asked: dict[str, Any]
 
 
-_175B: Final = {"tp": 8, "pp": 8, "virtual_stages": 3, "micro_batches": 64}
-ITERATIONS: Final = {
-    "22B": Iteration("gpt-22b", 1.42, 1.10, 0.415, 0.437, {"tp": 8, "micro_batch": 4}),
-    "175B": Iteration("gpt-175b", 18.13, 13.75, 0.514, 0.528, _175B),
-    "530B": Iteration("gpt-530b", 49.05, 37.83, 0.560, 0.570, _175B | {"pp": 35, "micro_batches": 280}),
-    "1T": Iteration("gpt-1t", 94.42, 71.49, 0.563, 0.570, {"tp": 8, "pp": 64, "micro_batches": 512}),
-}
+ITERATIONS: Final = {name: Iteration(**row) for name, row in explorer_table("iterations").items()}
 """Tables 3 and 5."""
 WAYS: Final = (
     ("full", "full recomputation", {"recompute": "full"}),

@@ -46,7 +46,6 @@ class GradientReport:
     """Comparison of every parameter's gradient."""
 
     compared: int
-    without_gradient: tuple[str, ...]
     differences: tuple[GradientDifference, ...]
 
     @property
@@ -93,17 +92,16 @@ def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:
     if parameters_a.keys() != parameters_b.keys():
         odd = sorted(parameters_a.keys() ^ parameters_b.keys())
         raise ValueError(f"models have different parameters, so their gradients cannot be compared: {odd[:5]}")
-    compared, without, differences = 0, [], []
+    compared, differences = 0, []
     for name, parameter in parameters_a.items():
         gradient_a, gradient_b = parameter.grad, parameters_b[name].grad
         if gradient_a is None and gradient_b is None:
-            without.append(name)
             continue
         compared += 1
         difference = _difference(name, gradient_a, gradient_b)
         if difference is not None:
             differences.append(difference)
-    return GradientReport(compared=compared, without_gradient=tuple(without), differences=tuple(differences))
+    return GradientReport(compared=compared, differences=tuple(differences))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

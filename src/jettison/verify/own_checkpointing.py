@@ -95,7 +95,7 @@ def verify_given(
         start.restore()
         before = replace(theirs, model=independent_copy(model), optimizer=None)
         found = compare_steps(plain_side, theirs, steps)
-        same = found.gradients and found.losses and again and not values
+        same = found.gradients_identical and found.losses_identical and again and not values
         departures, watch = ((), ValueWatch()) if same else _departures(before, start)
         proof = proof_of(plain_side, theirs, found, "given", steps, rounds, progress)
     model.zero_grad(set_to_none=True)

@@ -119,17 +119,19 @@ def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
 
 @dataclass(kw_only=True)
 class StepComparison:
-    gradients: bool = True
-    losses: bool = True
-    random: bool = True
-    buffers: bool = True
-    compared: int = 0
-    differences: list[str]
+    """Fields of a `Proof` that compared steps say."""
+
+    gradients_identical: bool = True
+    losses_identical: bool = True
+    random_state_identical: bool = True
+    buffers_identical: bool = True
+    gradients_compared: int = 0
+    differences: tuple[str, ...] = ()
 
 
 def compare_steps(plain: Side, planned: Side, steps: int) -> StepComparison:
     """Train both from equal states, each step from the same random numbers."""
-    found = StepComparison(differences=[])
+    found, differences = StepComparison(), list[str]()
     for number in range(1, steps + 1):
         for side in (plain, planned):
             side.model.zero_grad(set_to_none=True)
@@ -139,19 +141,19 @@ def compare_steps(plain: Side, planned: Side, steps: int) -> StepComparison:
         start.restore()
         loss_planned = planned.step()
         if loss_plain is not None and loss_planned is not None and not same_bits(loss_plain, loss_planned):
-            found.losses = False
-            found.differences.append(f"step {number}: loss {loss_planned.tolist()!r}; plain: {loss_plain.tolist()!r}")
+            found.losses_identical = False
+            differences.append(f"step {number}: loss {loss_planned.tolist()!r}; plain: {loss_plain.tolist()!r}")
         if rng_digest() != streams:
-            found.random = False
-            found.differences.append(f"step {number}: the random number streams are elsewhere than after a plain step")
+            found.random_state_identical = False
+            differences.append(f"step {number}: the random number streams are elsewhere than after a plain step")
         if buffer_digest(plain.model) != buffer_digest(planned.model):
-            found.buffers = False
-            found.differences.append(f"step {number}: registered buffers differ")
+            found.buffers_identical = False
+            differences.append(f"step {number}: registered buffers differ")
         report = compare_gradients(plain.model, planned.model)
-        found.gradients &= report.identical
-        found.compared = report.compared
-        found.differences += [f"step {number}: gradient of {d.name}: {d.reason}" for d in report.differences]
-    del found.differences[MAX_DIFFERENCES:]
+        found.gradients_identical &= report.identical
+        found.gradients_compared = report.compared
+        differences += [f"step {number}: gradient of {d.name}: {d.reason}" for d in report.differences]
+    found.differences = tuple(differences[:MAX_DIFFERENCES])
     return found
 
 
@@ -174,13 +176,8 @@ def proof_of(
         progress("timing steps")
         timing = interleaved(rounds, {"plain": plain.whole_step, name: other.whole_step}, warmup=1)
     return Proof(
-        gradients_identical=found.gradients,
-        losses_identical=found.losses,
-        random_state_identical=found.random,
-        buffers_identical=found.buffers,
+        **vars(found),
         parameters_identical=parameters,
-        gradients_compared=found.compared,
-        differences=tuple(found.differences),
         steps=steps,
         budget_bytes=None,
         predicted_peak_bytes=None,

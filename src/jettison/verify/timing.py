@@ -26,34 +26,16 @@ class CaseTiming:
 
     name: str
     median_seconds: float
-    min_seconds: float
     ratio: float
     ratio_low: float
     ratio_high: float
     seconds: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimingReport:
-    """All cases, measured in the same rounds."""
-
-    baseline: str
-    rounds: int
-    cases: tuple[CaseTiming, ...]
-
-    def __getitem__(self, name: str) -> CaseTiming:
-        return next(case for case in self.cases if case.name == name)
-
-
 def interleaved(
-    rounds: int,
-    cases: Mapping[str, Callable[[], object]],
-    *,
-    warmup: int = 2,
-    baseline: str | None = None,
-    clock: Clock = time.perf_counter,
-) -> TimingReport:
-    """Time every case once a round, in an order that rotates and reverses; report each against `baseline` (the first).
+    rounds: int, cases: Mapping[str, Callable[[], object]], *, warmup: int = 2, clock: Clock = time.perf_counter
+) -> dict[str, CaseTiming]:
+    """Time every case once a round, in an order that rotates and reverses; report each against the first, by name.
 
     Garbage is collected between rounds and never inside a case. CUDA is synchronised before and after each case.
 
@@ -62,9 +44,6 @@ def interleaved(
     """
     if rounds < 1 or not cases:
         raise ValueError(f"got {rounds} rounds of {len(cases)} cases; expected at least one of each")
-    baseline = next(iter(cases)) if baseline is None else baseline
-    if baseline not in cases:
-        raise ValueError(f"baseline {baseline!r} is none of the cases {sorted(cases)}")
     for _ in range(warmup):
         for case in cases.values():
             case()
@@ -74,11 +53,7 @@ def interleaved(
         with uncollected():
             for name in _order(list(cases), index):
                 seconds[name].append(timed_seconds(cases[name], clock))
-    return TimingReport(
-        baseline=baseline,
-        rounds=rounds,
-        cases=tuple(_case(name, samples, seconds[baseline]) for name, samples in seconds.items()),
-    )
+    return {name: _case(name, samples, seconds[next(iter(cases))]) for name, samples in seconds.items()}
 
 
 def timed_seconds(case: Callable[[], object], clock: Clock = time.perf_counter) -> float:
@@ -103,7 +78,6 @@ def _case(name: str, samples: list[float], base: list[float]) -> CaseTiming:
     return CaseTiming(
         name=name,
         median_seconds=statistics.median(samples),
-        min_seconds=min(samples),
         ratio=statistics.median(ratios),
         ratio_low=low,
         ratio_high=high,
