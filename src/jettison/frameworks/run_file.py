@@ -695,8 +695,8 @@ def run_from(
 def tables() -> Sequence[Mapping[str, Any]]:
     """Load the tables of all ``read.toml``, form by form, in the order of matching."""
     found: list[dict[str, Any]] = []
-    for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
-        common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
+    for framework, table in frameworks.read_tables().items():
+        common: dict[str, Any] = {"framework": framework, **table}
         found += [_with(common, form) for form in common.pop("forms", [{}])]
     for table in found:
         for key, words in table.get("words", {}).items():

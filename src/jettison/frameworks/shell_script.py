@@ -14,11 +14,13 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.python_values import SUMS
+from jettison.spec.frameworks import read_tables
 
 NOTES: Final = "$ notes"
 """Key of notes on assumptions: unknown tests, one command of several, one iteration of a loop."""
@@ -58,10 +60,7 @@ _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<
 _LAUNCHERS: Final = re.compile(
     r"(?:\S*/)?(?:srun|sbatch|ray|uv|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
 )
-_PROGRAMS: Final = re.compile(
-    r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift|megatron|tune|axolotl|"
-    r"llamafactory-cli|litgpt|lightning)"
-)
+_INTERPRETERS: Final = re.compile(r"python[\d.]*|torchrun|bash|sh")
 _CONFIG_NAME: Final = re.compile(r"[^=]+\.(?:ya?ml|toml|json)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
 OF_LAUNCHERS: Final = (
@@ -516,11 +515,11 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     """Arguments and overrides by name, programs as ``$NAME``; of a launcher only the numbers of devices."""
     found: dict[str, Any] = {}
     name, launched, begun = "", False, False
-    hydra = any(map(_OVERRIDE.fullmatch, words)) or "tune" in words
+    hydra = any(_OVERRIDE.fullmatch(word) or _programs().get(word) == "key=value" for word in words)
     for before, word in zip(["", *words], words, strict=False):
         word = "--config-name" if hydra and word == "-cn" else word
         launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
-        if launched and (_PROGRAMS.fullmatch(word) or word.endswith((".sh", ".py"))):
+        if launched and (_starts(word) or word.endswith((".sh", ".py"))):
             launched, begun, name = False, False, ""
             found[f"${word.rpartition('/')[2]}"] = True
             found |= {PROGRAM: word} if _is_program(word) else {}
@@ -572,9 +571,20 @@ def _is_program(word: str) -> bool:
     return word.endswith(".py")
 
 
+@cache
+def _programs() -> Mapping[str, str]:
+    """Return programs of all frameworks, with the form of their arguments."""
+    return {name: form for table in read_tables().values() for name, form in table.get("programs", {}).items()}
+
+
+def _starts(word: str) -> bool:
+    name = word.rpartition("/")[2]
+    return name in _programs() or _INTERPRETERS.fullmatch(name) is not None
+
+
 def _begin(words: Sequence[str]) -> int:
     """Return the position of the first program of a command; -1 without one."""
-    starts = (at for at, word in enumerate(words) if _is_program(word) or _PROGRAMS.fullmatch(word))
+    starts = (at for at, word in enumerate(words) if _is_program(word) or _starts(word))
     return next(starts, -1)
 
 

@@ -44,6 +44,13 @@ def _tables(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 @cache
+def read_tables() -> Mapping[str, Mapping[str, Any]]:
+    """Load ``read.toml`` by folder: keys of the framework's files."""
+    files = sorted(FOLDER.glob("*/read.toml"))
+    return {file.parent.name: tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+@cache
 def named(section: str) -> Mapping[str, Mapping[str, Any]]:
     """Entries of a section of all frameworks by name, sorted by ``order``; each with its ``folder``."""
     found = [
