@@ -1,11 +1,11 @@
-"""Published runs that were all predicted before an answer was looked into: nine rounds.
+"""Published runs that were all predicted before an answer was looked into: ten rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
 `blind_logs.csv` (memory in logs, notebooks and issues), `blind_speeds.csv` (throughput of READMEs),
-`blind_throughput.csv` (throughput of benchmarks and issues) and
-`blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs): each row was written down with its
-source and the command that somebody would type from it, then all were asked in one go (``blind``).
+`blind_throughput.csv` (throughput of benchmarks and issues), `blind_trainers.csv` (throughput of trainers and of one
+file on thirteen GPUs) and `blind_machines.csv` (throughput of twelve more publishers): each row was written down with
+its source and the command that somebody would type from it, then all were asked in one go (``blind``).
 ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
@@ -98,6 +98,11 @@ WHY = {
     "request 9590): --precision bf16-reduce16",
     "delta-shards": "refused: sharding of a gated delta rule is not modelled",
     "not-offloaded": "states are on the GPU, as one GPU's bytes say to 0.1 %; the source says that they are offloaded",
+    "peft-0.9": "PEFT casts no adapters to fp32 before 0.12, the loop is no Trainer's, its targets are the seven of "
+    "train.py (05ed9f2): --kernels, not --like",
+    "gpu-unsaid": "the GPU is not named, an H100 was assumed; AdamW has fused=True (docs/examples/te_llama/utils.py)",
+    "waits": "a hook offloads activations and waits for each copy (offload_wrapper of 3.test_cases/pytorch/FSDP)",
+    "watts": "its GPUs drew 265 W: the host is the limit",
     "bert-targets": "was refused: query and value were no names of targets",
 }
 
