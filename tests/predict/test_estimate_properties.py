@@ -402,3 +402,18 @@ def test_stacks_say_what_is_waited_for() -> None:
     reduced = 4 * (68.98e9 / 32) * 2 * 3 / 4 / reached
     for each in (deepspeed, scaling):
         assert each.stages[1].end == pytest.approx(reduced + reduced / 4, rel=0.05)
+
+
+def test_buckets_of_zero_1_and_2_are_all_reduced() -> None:
+    """In backward's own stream, unless there is a second bucket that fills meanwhile."""
+    device = hardware("a100-80gb")
+
+    def found(zero: int, buckets: str) -> Estimate:
+        layout = {"dp": 8, "zero": zero, "micro_batches": 4, "zero_buckets": buckets}
+        return estimate(run_of("llama2-7b", like="deepspeed", seq=4096, **layout), device)
+
+    reached = (device.link_bytes_per_second or 1) * device.reached.link
+    reduced = 2 * 2 * 6.74e9 * 7 / 8 / reached
+    assert found(1, "default").stages[0].end == pytest.approx(reduced + reduced / 2, rel=0.1)
+    waited = found(2, "default").step_seconds - found(2, "buckets=2").step_seconds
+    assert waited == pytest.approx(4 * reduced * (1 - device.reached.shared), rel=0.1)

@@ -58,7 +58,7 @@ class Execution:
     repeats_all: bool = False  # full checkpointing recomputes the entire layer, not only what backward needs
     accumulates_in_gemm: bool = False  # the weight-gradient GEMM accumulates into the gradient buffer
     casts_gradients: bool = False  # a micro-batch's gradients are cast by separate kernels before accumulation
-    reduces_whole: bool = False  # ZeRO 1 all-reduces gradients; each rank then steps on its shard
+    reduces_whole: bool = False  # ZeRO 1 and 2 all-reduce gradients, of which each rank keeps a shard
     reduces_float32: bool = False  # gradients of other dtypes are cast to fp32 for the reduction
     reduces_each: bool = True  # ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last
     fused_optimizer: bool = False
@@ -117,6 +117,10 @@ def execution_of(run: Run) -> Execution:
     how = _execution(*named_by, to_node, run.kernels.cp_comm_type, fused, fixed)
     if run.syncs_last:
         how = replace(how, reduces_each=False)
+    if (buckets := run.layout.buckets) is not None and run.layout.zero in (1, 2):
+        # deepspeed/runtime/zero (edaa722): ``stage_1_and_2.py``, ``average_tensor``, all-reduces each bucket, on
+        # backward's stream unless ``overlap_comm``, which ``config.py`` has off below ZeRO 3, takes a second bucket.
+        how = replace(how, reduces_whole=True, hides_data=how.hides_data and buckets.buckets > 1)
     return how.compiled() if run.compiled else how
 
 

@@ -487,7 +487,7 @@ def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple
     """Seconds of a region's all-gather of weights and reduction of gradients."""
     precision, hardware, execution = prices.precision, prices.hardware, prices.execution
     gathered = reduced = 0.0
-    whole = layout.zero == 0 or (layout.zero == 1 and execution.reduces_whole)
+    whole = layout.zero == 0 or (layout.zero < 3 and execution.reduces_whole)
     kind = "all_reduce" if whole else "reduce_scatter_tensor"
     sent = "float32" if execution.reduces_float32 else precision.reduce_dtype
     for expert in (False, True):
