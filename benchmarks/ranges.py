@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, permutations, product
-from statistics import mean
+from statistics import fmean
 from typing import Final
 
 from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, classes_of
@@ -104,7 +104,8 @@ class Row:
 # ranges ---------------------------------------------------------------------------------------------------------------
 
 
-def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
+@cache
+def anchored(measure: Measure, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """Every row as it is off where another of its source and class was measured: `jettison.diagnose.anchor`.
 
     A time is divided by the other's; fragments are a weighted mean of the other's and the class's; of allocated
@@ -131,7 +132,7 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
                 mean = ANCHOR_WEIGHT * (one.cached + one.value) + (1 - ANCHOR_WEIGHT) * of_class
                 value = other.cached + other.value - mean
             found.append(_near(other, value))
-    return found
+    return tuple(found)
 
 
 def _near(row: Row, value: float) -> Row:
@@ -179,7 +180,7 @@ def code_read(rows: Sequence[Row], classes: Sequence[str]) -> bool:
     """Whether today's allocated bytes of a stack agree with what was measured: see NOTE [ First answers ]."""
     own = [abs(row.value - 1) <= AGREES for row in rows if classes[0] in row.member_of]
     of_a_stack = len(classes) > len(("kind", "all"))
-    return of_a_stack and len(own) >= ENOUGH and mean(own) >= CLAIMED
+    return of_a_stack and len(own) >= ENOUGH and fmean(own) >= CLAIMED
 
 
 def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], ends: Ends) -> Range:
@@ -261,20 +262,21 @@ def share_by(held: Sequence[Held], group: Callable[[Row], str]) -> float:
     groups: defaultdict[str, list[bool]] = defaultdict(list)
     for one in held:
         groups[group(one.row)].append(one.inside)
-    return mean(mean(inside) for inside in groups.values())
+    return fmean(fmean(inside) for inside in groups.values())
 
 
 def shares(held: Sequence[Held]) -> tuple[float, float]:
     """Of rows, and of sources, each of which counts once, that ranges hold."""
-    return mean(one.inside for one in held), share_by(held, lambda row: row.source)
+    return fmean(one.inside for one in held), share_by(held, lambda row: row.source)
 
 
-def of_measure(rows: Sequence[Row], measure: Measure) -> list[Row]:
+def of_measure(rows: Sequence[Row], measure: Measure) -> tuple[Row, ...]:
     """Rows that are held against one."""
-    return [row for row in rows if FIGURES.get(row.figure) is measure]
+    return tuple(row for row in rows if FIGURES.get(row.figure) is measure)
 
 
-def ends_of(measure: Measure, rows: Sequence[Row]) -> tuple[Ends, list[Held]]:
+@cache
+def ends_of(measure: Measure, rows: tuple[Row, ...]) -> tuple[Ends, list[Held]]:
     """Ends of ranges, and how these hold: see NOTE [ Ends ]."""
     by_source = _left_out(measure, rows, rows, lambda row: row.source)
     by_round = _left_out(measure, rows, _first(rows), lambda row: row.round)
@@ -283,7 +285,7 @@ def ends_of(measure: Measure, rows: Sequence[Row]) -> tuple[Ends, list[Held]]:
         held = by_source(ends)
         today = min(min(shares(own)) for own in _by_figure(held))
         first = (share_by(own, of_round) for own in _by_figure(by_round(ends)))
-        width = mean(one.range.high - one.range.low for one in held)
+        width = fmean(one.range.high - one.range.low for one in held)
         found.append((min([today, *first, CLAIMED]), -width, ends, held))
     return max(found, key=lambda each: each[:2])[2:]
 

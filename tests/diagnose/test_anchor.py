@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
@@ -43,6 +43,7 @@ def test_a_step_is_the_measured_one_and_a_network_that_hides_keeps_its_prior() -
     assert estimate(again, H100).peak_flops_per_second == estimate(RUN, H100).peak_flops_per_second
 
 
+@settings(max_examples=15)
 @given(factor=st.floats(0.5, 4.0))
 def test_any_step_can_be_explained(factor: float) -> None:
     took = estimate(RUN, H100).step_seconds

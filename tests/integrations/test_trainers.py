@@ -190,9 +190,9 @@ def trained(trainer: Any) -> tuple[list[dict[str, float]], list[Tensor]]:
     [
         *(
             pytest.param(m, marks=pytest.mark.slow)
-            for m in (in_bf16, of_growing_length, sft, accumulating, grpo, padded_in_bf16)
+            for m in (in_bf16, of_growing_length, sft, dpo, accumulating, grpo, padded_in_bf16)
         ),
-        *(dpo, padded),
+        padded,
     ],
 )
 def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "schedule" else kind for kind in KINDS]
+)
 def test_an_optimizer_steps_between_half_steps(kind: str) -> None:
     batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
     plain, gan = Gan(kind), Gan(kind)

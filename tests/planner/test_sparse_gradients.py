@@ -112,7 +112,7 @@ CASES = {
     "bag, sum, sparse": Case(table=bag(50, mode="sum", sparse=True), model=OfBags),
     "bag, weights, sparse": Case(table=bag(50, mode="sum", sparse=True), model=Weighted),
 }
-QUICK = {"sgd", "micro-batches", "sparse adam, a step", "bag, max", "bag, weights, sparse"}
+QUICK = {"sgd", "micro-batches", "sparse adam, a step", "bag, weights, sparse"}
 
 
 def static(model: nn.Module, ids: Tensor, optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:

@@ -87,5 +87,6 @@ def test_ranks_whose_first_batches_differ_have_one_plan(two: Launches, how: str)
     agrees([rank[how] for rank in two[2]])
 
 
+@pytest.mark.slow
 def test_four_ranks_none_of_whose_first_batches_covers_another_have_one_plan(four: Launches) -> None:
     agrees([rank[FIRST[1]] for rank in four[4]])

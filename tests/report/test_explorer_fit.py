@@ -34,7 +34,7 @@ from support.closed_form import Reader
 
 MODELS = ("gemma2-2b", "mixtral-8x7b")
 """Beside the published GPTs: layers of two kinds, experts, grouped queries."""
-SETTINGS = 60
+SETTINGS = 30
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 
 

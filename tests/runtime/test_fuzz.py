@@ -48,8 +48,8 @@ def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES, sh
     return outcomes
 
 
-CHANCE = [pytest.param(15, POLICIES, 0, id="policies")]
-CHANCE += [pytest.param(4, BUDGETS, 4, id="budget")]
+CHANCE = [pytest.param(8, POLICIES, 0, id="policies")]
+CHANCE += [pytest.param(2, BUDGETS, 4, id="budget")]
 
 
 @pytest.mark.parametrize(("programs", "policies", "share"), CHANCE)

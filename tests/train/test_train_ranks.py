@@ -187,6 +187,7 @@ def test_ranks_that_share_parameters_send_tensors_to_their_host(tmp_path: Path, 
     assert max(end["second_step_peak_bytes"].values()) <= 4.4 * 2**20
 
 
+@pytest.mark.slow
 def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> None:
     """Pipeline beside tensor parallelism, then FSDP beside it, each with a policy of its own, from one checkpoint."""
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
