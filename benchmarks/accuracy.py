@@ -442,17 +442,17 @@ COLUMNS: Final = (
 def table(found: Sequence[Entry]) -> str:
     """The whole CSV."""
     counted = [one.row for one in found if one.counted]
-    held: dict[int, Held] = {}
+    held: dict[Row, Held] = {}
     for measure in Measure:
         ends, own = ranges.ends_of(measure, ranges.of_measure(counted, measure))
-        held |= {id(one.row): one for one in own}
+        held |= {one.row: one for one in own}
         if measure is Measure.FRAGMENTS:
             beyond, ends_beyond = ranges.of_measure(counted, measure), ends
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for one in found:
-        own_range = held.get(id(one.row))
+        own_range = held.get(one.row) if one.counted else None
         middle = own_range.range if own_range else None
         if one.scale and middle is None:
             classes = classes_of(Measure.FRAGMENTS, one.row.stack, one.row.kind, "")

@@ -192,7 +192,7 @@ def too_little(args: dict[str, Any]) -> dict[str, Any]:
 def test_what_the_neediest_stage_needs_is_said(tmp_path: Path) -> None:
     one, other = run_ranks(too_little, 2, {"folder": str(tmp_path)})
     assert one == other
-    assert one["measured"] <= one["enough"] and "what stage 1 of the pipeline needs" in one["said"]
+    assert one["measured"] <= one["enough"] and "Stage 1 of the pipeline needs this" in one["said"]
     assert {file.name for file in tmp_path.iterdir()} == {"log.jsonl", "plan-0.json", "plan-1.json"}
 
 
