@@ -20,7 +20,7 @@ from jettison.capture.signature import opaque_copy
 from jettison.capture.state_kinds import TENSOR_HOOKS
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
 from jettison.capture.trees import tree_flatten, tree_unflatten
-from jettison.core.objects import grouped
+from jettison.core.objects import ABSENT, grouped, swapped_entries
 
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
@@ -29,19 +29,9 @@ StubBackward = Callable[[int, tuple[Any, ...], Callable[[], list[Any]]], list[An
 """Called in a stub's backward with its call's number and what makes its gradients, which it returns."""
 
 
-@contextlib.contextmanager
-def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
     """Run these functions in place of modules' forwards."""
-    own = {module: vars(module)["forward"] for module in instead if "forward" in vars(module)}
-    for module, forward in instead.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module in instead:
-            module.__dict__.pop("forward", None)
-        for module, forward in own.items():
-            vars(module)["forward"] = forward
+    return swapped_entries((vars(module), "forward", forward) for module, forward in instead.items())
 
 
 def stub_outputs(
@@ -202,18 +192,10 @@ def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+def without_gradient_hooks(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Disable hooks on a module's parameters for a backward of random numbers: they may step an optimizer."""
     tables = [table for parameter in module.parameters() for table in _gradient_hooks(parameter)]
-    before = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
+    return swapped_entries((table, number, ABSENT) for table in tables for number in table)
 
 
 def _gradient_hooks(parameter: Tensor) -> list[Any]:

@@ -34,6 +34,7 @@ from jettison.capture.state_kinds import (
 from jettison.capture.tensor_subclasses import desugars, memory_key
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule
+from jettison.core.objects import ABSENT, swapped_entries
 
 
 class Isolation(Reach):
@@ -106,21 +107,24 @@ def without_our_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-@contextlib.contextmanager
-def without_plans(module: nn.Module) -> Iterator[None]:
+def without_plans(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run the own forwards of the module and its submodules, where an earlier plan has replaced them."""
-    found = [(one, vars(one).get("forward")) for one in module.modules()]
-    taken: list[Any] = [(one, own) for one, own in found if hasattr(own, "of_a_region") and hasattr(own, "had_own")]
-    for one, own in taken:
-        if own.had_own:
-            vars(one)["forward"] = own.forward
-        else:
-            del vars(one)["forward"]
+    found: list[Any] = [(vars(one), vars(one).get("forward")) for one in module.modules()]
+    planned = [(table, own) for table, own in found if hasattr(own, "of_a_region") and hasattr(own, "had_own")]
+    return swapped_entries((table, "forward", own.forward if own.had_own else ABSENT) for table, own in planned)
+
+
+@contextlib.contextmanager
+def without_gradients(module: nn.Module) -> Iterator[None]:
+    """Remove the gradients of the module's parameters; what is added within the context is discarded."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
+        for parameter, _ in before:
+            parameter.grad = None
         yield
     finally:
-        for one, own in taken:
-            vars(one)["forward"] = own
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:

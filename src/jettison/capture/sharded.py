@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jettison.core.errors import TraceError
-from jettison.core.objects import swapped
+from jettison.core.objects import swapped, swapped_entries
 
 _FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
 
@@ -175,21 +175,15 @@ _managers: Any = WeakTensorKeyDictionary()
 """By parameter: weak references to the module that all-gathers it and to FSDP's own object for it, if any."""
 
 
-@contextlib.contextmanager
-def unwatched(model: nn.Module, watcher: Any) -> Iterator[None]:
+def unwatched(model: nn.Module, watcher: Any) -> contextlib.AbstractContextManager[None]:
     """Hide ops of FSDP's hooks on the modules below ``model`` from ``watcher``, by setting its ``paused``."""
-    changed: list[tuple[Any, int, Any]] = []
-    for module in sharded_modules(model):
-        for number in _hooks(module._get_fsdp_state()):
-            for table in (module._forward_pre_hooks, module._forward_hooks):
-                if number in table:
-                    changed.append((table, number, table[number]))
-                    table[number] = Unwatched(table[number], watcher)
-    try:
-        yield
-    finally:
-        for table, number, hook in changed:
-            table[number] = hook
+    return swapped_entries(
+        (table, number, Unwatched(table[number], watcher))
+        for module in sharded_modules(model)
+        for number in _hooks(module._get_fsdp_state())
+        for table in (module._forward_pre_hooks, module._forward_hooks)
+        if number in table
+    )
 
 
 class Unwatched:

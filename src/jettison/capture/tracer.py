@@ -35,7 +35,7 @@ from jettison.capture.state_kinds import StreamState
 from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, stepped_in_backward, storage_of, wrapping
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import JettisonError, RecordingLeft, TraceError
-from jettison.core.objects import swapped
+from jettison.core.objects import set_to, swapped
 from jettison.ledger.program import Op
 
 MOST_CHANGES = 32  # of the set of regions, before a trace fails
@@ -148,15 +148,9 @@ def _traced(
     return trace
 
 
-@contextlib.contextmanager
-def uncached_autocast() -> Iterator[None]:
+def uncached_autocast() -> contextlib.AbstractContextManager[None]:
     """Make autocast cast a weight at every use: of its cache no recorded op would have made the copies."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    return set_to(False, torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
 
 
 @contextlib.contextmanager

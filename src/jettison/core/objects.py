@@ -1,15 +1,15 @@
-"""Short reprs, renamed fields, keys by identity, tables, temporary attributes, and objects by name."""
+"""Short reprs, renamed fields, keys by identity, tables, temporary attributes and entries, and objects by name."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from jettison.core.errors import UsageError
 
@@ -118,12 +118,59 @@ def module_of(target: str, expected: str, what: str = "") -> tuple[ModuleType, s
 
 @contextmanager
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object, a module or a class these attributes within the context, and restore its own afterwards."""
-    before = {name: getattr(owner, name) for name in values}
+    """Give an object, a module or a class these attributes within the context. Its own are restored afterwards; where
+    it had none, or its class's, the attribute is deleted.
+    """
+    before = {name: _own(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if value is ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _own(owner: Any, name: str) -> Any:
+    if name in vars(owner):
+        return vars(owner)[name]
+    return ABSENT if hasattr(type(owner), name) else getattr(owner, name, ABSENT)
+
+
+@contextmanager
+def set_to(value: T, read: Callable[[], T], put: Callable[[T], object]) -> Iterator[None]:
+    """Set a switch of the process within the context, and restore it afterwards."""
+    before = read()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+ABSENT: Final = object()
+Entry = tuple[MutableMapping[Any, Any], Any, Any]
+"""A table, a key, and the value there; `ABSENT`: none."""
+
+
+@contextmanager
+def swapped_entries(entries: Iterable[Entry]) -> Iterator[None]:
+    """Give tables these entries within the context, and restore their own afterwards."""
+    wanted = list(entries)
+    before = [(table, key, table.get(key, ABSENT)) for table, key, _ in wanted]
+    try:
+        _put(wanted)
+        yield
+    finally:
+        _put(before)
+
+
+def _put(entries: Iterable[Entry]) -> None:
+    for table, key, value in entries:
+        if value is ABSENT:
+            table.pop(key, None)
+        else:
+            table[key] = value

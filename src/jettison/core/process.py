@@ -17,24 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from jettison.core.objects import set_to, swapped_entries
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 
-@contextmanager
-def by_default(name: str, value: str) -> Iterator[None]:
+def by_default(name: str, value: str) -> AbstractContextManager[None]:
     """Set an environment variable within the context, unless it is set."""
-    ours = name not in os.environ
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if ours:
-            del os.environ[name]
+    return swapped_entries(() if name in os.environ else ((os.environ, name, value),))
 
 
 def cores() -> int:
@@ -82,16 +77,9 @@ def deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected() -> AbstractContextManager[None]:
     """Collect no reference cycles within the context."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return set_to(False, gc.isenabled, lambda wanted: gc.enable() if wanted else gc.disable())
 
 
 SELDOM: Final = 100_000

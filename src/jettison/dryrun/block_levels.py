@@ -29,6 +29,7 @@ from jettison.capture.block_stand_ins import (
 )
 from jettison.capture.dispatch import eagerly
 from jettison.capture.fakes import roughly
+from jettison.capture.isolation import without_gradients
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.randomness import seed_streams
 from jettison.capture.recorder import TensorRef
@@ -596,9 +597,8 @@ def observe_block(
     module = trace.real.get_submodule(cls.example)
     leaves, spec = tree_flatten((cls.args, cls.kwargs))
     shared = set(next(c.shared for c in trace.calls if c.class_key == cls.key))
-    gradients = [(p, p.grad) for p in module.parameters()]
     found: list[RegionOption] = []
-    with undisturbed(module, leaves), without_gradient_hooks(module), quiet_gc(), eagerly():
+    with undisturbed(module, leaves), without_gradients(module), without_gradient_hooks(module), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])
@@ -612,7 +612,7 @@ def observe_block(
             try:
                 levels = []
                 for call in calls:
-                    for parameter, _ in gradients:
+                    for parameter in module.parameters():
                         held = trace.loop.gradients_preallocated and parameter.requires_grad
                         parameter.grad = torch.empty_like(parameter) if held else None
                     levels.append(block_levels(module, call, shared, workspace, trace.device_type)[0])
@@ -624,8 +624,6 @@ def observe_block(
                 region.remove()
             highest = BlockLevels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
             found.append(RegionOption(key=key, seconds=seconds if key == "full" else 0.0, **highest._asdict()))
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
     return found[0], found[1]
 
 

@@ -98,23 +98,6 @@ class TrainerPlan(Planned, ABC):
 
 
 @contextlib.contextmanager
-def holding(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object temporarily; attributes of its class are deleted afterwards."""
-    before = {name: getattr(owner, name) for name in attributes}
-    of_class = {name for name in attributes if name not in vars(owner) and hasattr(type(owner), name)}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if name in of_class:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
-@contextlib.contextmanager
 def unmoved(owner: Any) -> Iterator[None]:
     """Restore an object's attributes and plain containers: a dry run then counts as no step and logs nothing."""
     attributes = dict(vars(owner))

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UsageError, install
+from jettison.core.objects import set_to
 from jettison.families.config import read_values
 from jettison.models.model_types import require_known, treat_as
 from jettison.spec.model import CHARACTERS, SECOND
@@ -130,8 +131,10 @@ def build(
     if asked.attention:
         config._attn_implementation = ATTENTIONS[asked.attention]
     cls = class_for(config)
-    # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU
-    with _default_dtype(dtype), torch.device("meta") if mode else contextlib.nullcontext():
+    # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU;
+    # in the right dtype, as `.to(dtype)` on a fake model would fail
+    in_dtype = set_to(dtype, torch.get_default_dtype, torch.set_default_dtype)
+    with in_dtype, torch.device("meta") if mode else contextlib.nullcontext():
         try:
             model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
         except Exception as error:  # an activation that there is none of, a missing library, sizes that do not divide
@@ -192,17 +195,6 @@ def _transformers() -> Any:
         raise UsageError(f"a config.json needs transformers: {install('hf')}") from error
     transformers.logging.set_verbosity_error()
     return transformers
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    # `.to(dtype)` on a fake model would fail; modules that are made in the right dtype need no cast
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # batches of random tokens, pixels or sound ----------------------------------------------------------------------------

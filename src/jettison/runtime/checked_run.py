@@ -11,9 +11,8 @@ keep its memory. And the mutations that an op's schema declares are checked agai
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from jettison.capture.op_traits import computes, is_bookkeeping, writes
 from jettison.capture.recorder import Expected, RegionTrace, TensorRef, signature_of
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain, storage_of
 from jettison.capture.trees import op_leaves
+from jettison.core.objects import swapped
 from jettison.runtime.handles import Diverged
 from jettison.runtime.witness import digest, spots_of
 
@@ -78,14 +78,9 @@ class SequenceCheck(TorchDispatchMode):
             self.diverged = str(divergence)
         return out
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[None]:
         """Pause the check for foreign ops: of a nested region, which checks itself, or reads of values."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+        return swapped(self, paused=True)
 
     def _readings(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Tensors that a call's schema declares as read-only, where that needs a check."""

@@ -37,6 +37,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.core.objects import swapped
 from jettison.runtime.device import refuse_capture
 
 aten = torch.ops.aten
@@ -108,15 +109,9 @@ def holding(wanted: bool) -> Iterator[ChunkedLossPatch | None]:
         raise
 
 
-@contextlib.contextmanager
-def whole_losses() -> Iterator[None]:
+def whole_losses() -> contextlib.AbstractContextManager[None]:
     """Compute losses on this thread as torch does without a plan: the reference of comparisons."""
-    before = getattr(_local, "whole", False)
-    _local.whole = True
-    try:
-        yield
-    finally:
-        _local.whole = before
+    return swapped(_local, whole=True)
 
 
 def cross_entropy(input: Tensor, target: Tensor, *more: Any) -> Tensor:

@@ -29,10 +29,11 @@ from jettison.capture.model_trace import CompiledProgram, CompileSettings
 from jettison.capture.tensor_subclasses import storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
+from jettison.core.objects import swapped
 from jettison.ledger.program import Program
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
 from jettison.runtime.device import refuse_capture
-from jettison.runtime.handles import Held
+from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload import Group
 from jettison.runtime.planned import PlannedForward, RegionReport
 from jettison.runtime.without_recipe import OffloadHooks, run_moving
@@ -42,7 +43,6 @@ from jettison.solve.problem import OffloadedTensor
 
 if TYPE_CHECKING:
     from jettison.runtime.partition import Split
-    from jettison.runtime.planned import PlannedForward
 
 RUNS_COMPILED = "it runs compiled"
 MOST_VARIANTS = 256  # of one option: shapes, and layers whose Python attributes differ; dynamo's own limit
@@ -392,15 +392,9 @@ Says = Callable[["Split"], None]
 _LISTENING = threading.local()
 
 
-@contextlib.contextmanager
-def listening(says: Says) -> Iterator[None]:
+def listening(says: Says) -> contextlib.AbstractContextManager[None]:
     """Receive the partition of code compiled by `noting` just before it runs, in this thread."""
-    before: Says | None = getattr(_LISTENING, "says", None)
-    _LISTENING.says = says
-    try:
-        yield
-    finally:
-        _LISTENING.says = before
+    return swapped(_LISTENING, says=says)
 
 
 def noting(settings: CompileSettings, policy: CheckpointPolicy) -> Callable[[Any, Any], Runs]:
@@ -470,15 +464,9 @@ class PlaceHooks(OffloadHooks):
         return (0, whole) if whole < 2 * reach_bytes else super().range_of(part, reach_bytes)
 
 
-@contextlib.contextmanager
-def kept_buffers() -> Iterator[None]:
+def kept_buffers() -> contextlib.AbstractContextManager[None]:
     """Pass saved tensors through hooks, as if some might be offloaded, and keep all."""
-    with torch.autograd.graph.saved_tensors_hooks(Held, _opened):
-        yield
-
-
-def _opened(held: Held) -> Tensor:
-    return held.open()
+    return torch.autograd.graph.saved_tensors_hooks(Held, opened)
 
 
 class Looked:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _force_original_view_tracking
 
 from jettison.capture.dispatch import HOOKS_OFF
 from jettison.capture.isolation import without_our_hooks
@@ -48,15 +49,7 @@ from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of,
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import code_of
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
-from jettison.runtime.saved_tensor_hooks import (
-    BoundaryHook,
-    Frame,
-    ViewsReplayed,
-    current_frame,
-    is_pack_listened_to,
-    running,
-    unpack,
-)
+from jettison.runtime.saved_tensor_hooks import BoundaryHook, Frame, current_frame, is_pack_listened_to, running, unpack
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
@@ -364,7 +357,9 @@ class PlannedForward:
             self.assumptions.forward_begins(signature, args, kwargs, self.frames)
         self.key = key = self.recordings.variant((signature, global_signature()), leaves)
         prepared = self.recordings.of(key, args, kwargs, self.own())
-        with ViewsReplayed():
+        # writes to views are differentiated through the chain of views, as for the fake tensors that plans are made on:
+        # by default autograd takes one `as_strided` for real tensors, whose backward allocates memory of its own
+        with _force_original_view_tracking(True):
             output = self._run(prepared, key, leaves, args, kwargs)
         returned = tree_leaves(output)
         if FakeTensor in map(type, returned):

@@ -513,21 +513,6 @@ class BoundaryHook:
         return BoundaryHook, (None, None, self.path, self.is_output)
 
 
-class ViewsReplayed:
-    """Differentiate writes to views through the chain of views, as for the fake tensors that plans are made on. By
-    default autograd uses one ``as_strided`` for real tensors, whose backward allocates memory of its own.
-    """
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        self.before = torch._C._is_view_replay_enabled()
-        torch._C._set_view_replay_enabled(True)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_view_replay_enabled(self.before)
-
-
 # after an error -------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import (
 )
 
 from jettison.capture.dispatch import CALLS_COMPILED, eagerly
-from jettison.capture.isolation import WritesUndone, without_our_hooks
+from jettison.capture.isolation import WritesUndone, without_gradients, without_our_hooks
 from jettison.capture.op_traits import hollow_results
 from jettison.capture.randomness import Streams
 from jettison.capture.reachable_state import Reach
@@ -39,6 +39,7 @@ from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
+from jettison.core.objects import Entry, swapped_entries
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.device import is_capturing
@@ -169,7 +170,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     try:
         # others wrap an array
         copies = _cloned({key: buffer for key, buffer in _buffers_of(module).items() if not reach.sees(buffer)})
-        with _without_gradients(module), _buffers_as(module, copies):
+        with without_gradients(module), _buffers_as(module, copies):
             before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
             again = _cloned(copies)
             given = _copied((args, kwargs))
@@ -329,43 +330,23 @@ def _cloned(buffers: Buffers) -> Buffers:
         return {key: buffer.clone() for key, buffer in buffers.items()}
 
 
-Entries = list[tuple[dict[str, Any], str, Tensor]]
-
-
-@contextlib.contextmanager
-def _replaced(entries: Entries) -> Iterator[None]:
-    """Put these tensors into the tables of modules within the context: writes to them are discarded afterwards."""
-    before = [(table, name, table.get(name)) for table, name, _ in entries]
-    for table, name, tensor in entries:
-        table[name] = tensor
-    try:
-        yield
-    finally:
-        for table, name, own in before:
-            if own is None:
-                del table[name]
-            else:
-                table[name] = own
-
-
 def _buffers_as(module: nn.Module, buffers: Buffers) -> contextlib.AbstractContextManager[None]:
+    """Put these into the module's tables: writes to them are discarded afterwards."""
     tables = _tables(module)
-    return _replaced([(tables[i], name, buffer) for (i, name), buffer in buffers.items()])
+    return swapped_entries((tables[i], name, buffer) for (i, name), buffer in buffers.items())
 
 
-def _parameters_of(module: nn.Module) -> Entries:
+def _parameters_of(module: nn.Module) -> list[Entry]:
     tables = [sub._parameters for sub in module.modules()]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
-def _parameters_as(parameters: Entries) -> contextlib.AbstractContextManager[None]:
+def _parameters_as(parameters: Iterable[Entry]) -> contextlib.AbstractContextManager[None]:
     """Restore earlier parameters where modules have others now. FSDP refills those that it has emptied."""
-    return _replaced(
-        [
-            (table, name, tensor)
-            for table, name, tensor in parameters
-            if table.get(name) is not tensor and is_dense(tensor) and plain(tensor).untyped_storage().nbytes()
-        ]
+    return swapped_entries(
+        (table, name, tensor)
+        for table, name, tensor in parameters
+        if table.get(name) is not tensor and is_dense(tensor) and plain(tensor).untyped_storage().nbytes()
     )
 
 
@@ -397,19 +378,6 @@ class _Reads(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and is_dense(tensor) and storage_of(tensor) in self.moved:
                     raise self.stale(*self.moved[storage_of(tensor)])
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Discard whatever a forward adds to gradients of the module's parameters."""
-    before = [(parameter, parameter.grad) for parameter in module.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 # checkpointing --------------------------------------------------------------------------------------------------------

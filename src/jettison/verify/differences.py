@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.copies import share_finalized, without_finalizers
+from jettison.capture.isolation import without_gradients
 from jettison.core.objects import swapped
 from jettison.runtime.callers import trains_plainly
 
@@ -60,10 +61,7 @@ def independent_copy(model: nn.Module) -> nn.Module:
     Take it before a plan is applied: hooks are copied with the module that carries them. A copy of a planned model
     trains plainly, without a warning. An object with a finalizer (`__del__`) is shared.
     """
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        for parameter in gradients:
-            parameter.grad = None
+    with without_gradients(model):
         memo: dict[int, Any] = {}
         quiet = without_finalizers(model, memo)
         share_finalized(model, memo)
@@ -71,9 +69,6 @@ def independent_copy(model: nn.Module) -> nn.Module:
             share_finalized(module.__getstate__(), memo)
             empty.__setstate__(copy.deepcopy(module.__getstate__(), memo))
         copied = copy.deepcopy(model, memo)
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
     _refuse_shared_storage(model, copied)
     for module in copied.modules():
         trains_plainly(module)

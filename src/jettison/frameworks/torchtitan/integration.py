@@ -21,7 +21,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from jettison.core.errors import UnsupportedModule
-from jettison.frameworks.trainer_integration import TrainerPlan, holding
+from jettison.core.objects import swapped
+from jettison.frameworks.trainer_integration import TrainerPlan
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 from jettison.planner.readiness import as_one
@@ -70,7 +71,7 @@ class TorchtitanPlan(TrainerPlan):
         def step(model: Any, batch: dict[str, Any]) -> Any:
             batch.pop("waiting")
             chunked = {"lm_head": model.lm_head} if getattr(trainer.loss_fn, "lm_head", None) is not None else {}
-            with holding(trainer, model_parts=[model], ntokens_seen=0), holding(trainer.loss_fn, **chunked):
+            with swapped(trainer, model_parts=[model], ntokens_seen=0), swapped(trainer.loss_fn, **chunked):
                 return self.own(**batch)
 
         return auto_checkpoint(

@@ -12,7 +12,8 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from jettison.core.errors import UnsupportedModule
-from jettison.frameworks.trainer_integration import TrainerPlan, holding, unmoved
+from jettison.core.objects import swapped
+from jettison.frameworks.trainer_integration import TrainerPlan, unmoved
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
@@ -38,7 +39,7 @@ class TransformersPlan(TrainerPlan):
         if callable(switch := getattr(self.trainer.optimizer, "train", None)):
             switch()
         written = self.trainer._prepare_inputs(inputs)
-        with holding(self.trainer, _prepare_inputs=lambda batch: batch):
+        with swapped(self.trainer, _prepare_inputs=lambda batch: batch):
             return super()._step(model, written, *args, **kwargs)
 
     def batch_of(self, _model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -53,7 +54,7 @@ class TransformersPlan(TrainerPlan):
 
         def step(*given: Any) -> Any:
             *models, batch = given
-            with unmoved(trainer), holding(trainer, **dict(zip(others, models[1:], strict=True))):
+            with unmoved(trainer), swapped(trainer, **dict(zip(others, models[1:], strict=True))):
                 return self.own(models[0], batch, *args, **kwargs)
 
         optimizer = trainer.optimizer
