@@ -18,7 +18,7 @@ from jettison.capture.isolation import WritesUndone, leaving_nothing, without_ou
 from jettison.capture.recorder import OpRecorder, RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.state_kinds import TENSOR_HOOKS
-from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
+from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, reach_of, wrapping
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.core.objects import ABSENT, grouped, swapped_entries
 
@@ -103,7 +103,7 @@ def tensors_made(refs: Sequence[TensorRef], device: torch.device, *, like: Tenso
     storages: dict[int, Any] = {}
     for buffer, of_one in grouped((ref.buffer, ref) for ref in filter(_is_of_a_storage, refs)).items():
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
-            end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
+            end = max(r.offset + reach_of(r.size, r.stride) for r in of_one)
             storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
     strided = torch.empty_strided if like is None else plain(like).detach().new_empty_strided
     made = []

@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.code_names import NEVER_INSIDE, function_reach, is_foreign, package_of
 from jettison.capture.side_effects import asking
+from jettison.capture.tensor_subclasses import reach_of
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
@@ -416,8 +417,7 @@ class TensorState(KeptState):
         tensor = self.alias
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
-        extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        size = extent * tensor.element_size()
+        size = reach_of(tensor.shape, tensor.stride()) * tensor.element_size()
         there = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()  # FSDP frees memory
         return ctypes.string_at(tensor.data_ptr(), size) if size <= min(MOST_SHARED, there) else None
 

@@ -11,7 +11,7 @@ a row of them, is held with the wrapper.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -136,6 +136,11 @@ def storage_of(tensor: Tensor) -> int:
     """Identity of a tensor's memory, wrapped or not; of a sparse one, which has several, its own."""
     part = plain(tensor)
     return part.untyped_storage()._cdata if is_dense(part) else id(part)
+
+
+def reach_of(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of a storage that strides span; an expanded tensor spans fewer than it has."""
+    return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.op_traits import writes
-from jettison.capture.tensor_subclasses import parts_of, storage_of
+from jettison.capture.tensor_subclasses import parts_of, reach_of, storage_of
 from jettison.dryrun.counter import ALLOCATION_EVENT, quiet_profiler
 
 REPEATS = 3
@@ -58,10 +58,7 @@ class TensorMeta:
 
     @property
     def storage_elements(self) -> int:
-        """Elements that the strides span; an expanded tensor spans fewer than it has."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return reach_of(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from jettison.core.errors import UnsupportedModule, UsageError
+from jettison.core.objects import swapped_entries
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.parameters import distribute, local_part
 from jettison.parallel.regions import Axis, collect, f, f_bar, finish_gather, g, g_bar, split, start_gather
@@ -255,14 +256,9 @@ class _ReplicatedForward:
     def __call__(self, x: Tensor) -> Tensor:
         if self.split_ids is not None:
             x = split(x, self.axis, self.split_ids)
-        table = self.module._parameters
-        held = dict(table)
-        try:
-            for name, parameter in held.items():
-                table[name] = local_part(parameter, partial=self.partial)
+        held = self.module._parameters
+        with swapped_entries((held, name, local_part(p, partial=self.partial)) for name, p in held.items()):
             out: Tensor = self.forward(x)
-        finally:
-            table.update(held)
         return out if self.gathers is None else gather_input(out, self.axis, self.gathers)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.recorder import RegionTrace, TensorRef
-from jettison.capture.tensor_subclasses import arrived, version_of
+from jettison.capture.tensor_subclasses import arrived, reach_of, version_of
 from jettison.ledger.program import Source
 from jettison.runtime.offload import Group, StorageUse, flat_bytes, stale
 from jettison.runtime.views import Within, view_of
@@ -42,7 +42,7 @@ class BufferRange:
     def host_bytes(self) -> int:
         if self.gathered is None:
             return self.nbytes
-        return _count(self.gathered) * self.gathered.dtype.itemsize
+        return prod(self.gathered.size) * self.gathered.dtype.itemsize
 
 
 def moves_of(
@@ -63,7 +63,7 @@ def moves_of(
         if buffer.free or buffer.source in (Source.RANDOM, Source.PARAMETER, Source.OUTER) or b in written:
             continue
         seen = _at_hand(trace, b)
-        refs = [ref for ref in refs if _count(ref)]
+        refs = [ref for ref in refs if prod(ref.size)]
         if seen is None or not refs:
             continue
         move = _range(seen, refs)
@@ -93,21 +93,13 @@ def _range(seen: TensorRef, refs: list[TensorRef]) -> BufferRange | None:
     if len({ref.dtype.itemsize for ref in (seen, *refs)}) > 1:
         return None  # viewed with several element sizes, whose starts need not coincide
     begin = min(ref.offset * ref.dtype.itemsize for ref in refs)
-    end = max((ref.offset + _reach(ref)) * ref.dtype.itemsize for ref in refs)
+    end = max((ref.offset + reach_of(ref.size, ref.stride)) * ref.dtype.itemsize for ref in refs)
     move = BufferRange(seen=seen, begin=begin, nbytes=end - begin)
     only = {(ref.size, ref.stride, ref.offset, ref.dtype, ref.conj, ref.neg) for ref in refs}
     one = refs[0]
-    if len(only) == 1 and not (one.conj or one.neg) and 2 * _count(one) * one.dtype.itemsize < move.nbytes:
+    if len(only) == 1 and not (one.conj or one.neg) and 2 * prod(one.size) * one.dtype.itemsize < move.nbytes:
         return replace(move, gathered=Within(0, one.size, one.stride, 0, one.dtype))
     return move
-
-
-def _count(ref: TensorRef) -> int:
-    return prod(ref.size)
-
-
-def _reach(ref: TensorRef) -> int:
-    return sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
 
 
 class Away:

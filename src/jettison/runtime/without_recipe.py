@@ -36,7 +36,16 @@ from jettison.capture.randomness import Streams
 from jettison.capture.reachable_state import Reach
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, global_signature
-from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
+from jettison.capture.tensor_subclasses import (
+    arrived,
+    desugars,
+    is_dense,
+    plain,
+    reach_of,
+    storage_of,
+    version_of,
+    wrapping,
+)
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.core.objects import Entry, swapped_entries
@@ -624,8 +633,7 @@ class OffloadHooks:
         if not is_dense(tensor) or storage_of(tensor) in self.lives or tensor.is_inference():
             return Held(tensor)
         part = arrived(tensor)
-        reach = sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True)) + 1 if part.numel() else 0
-        nbytes = reach * part.element_size()
+        nbytes = reach_of(part.shape, part.stride()) * part.element_size()
         if nbytes < self.smallest_bytes or part.device != self.group.engine.place:
             return Held(tensor)
         begin, nbytes = self.range_of(part, nbytes)
