@@ -146,17 +146,16 @@ def test_gemmas_gelu_is_the_approximation() -> None:
 
 def test_routers() -> None:
     routers = {case: spec(case).layers[-1].mlp for case in TINY if isinstance(spec(case).layers[-1].mlp, Moe)}
-    facts = {case: (m.router, m.normalise_top_k, m.groups, m.top_groups) for case, m in routers.items()}
+    facts = {case: (m.router, m.normalise_top_k, m.groups) for case, m in routers.items()}
     assert facts == {
-        "mixtral": (Router.SOFTMAX_TOPK, True, 1, 1),
-        "qwen3_moe": (Router.SOFTMAX_TOPK, False, 1, 1),
-        "qwen3_moe-mixed": (Router.SOFTMAX_TOPK, True, 1, 1),
-        "deepseek_v2": (Router.SOFTMAX_TOPK, False, 1, 1),
-        "deepseek_v2-groups": (Router.SOFTMAX_TOPK, False, 4, 2),
-        "deepseek_v3": (Router.SIGMOID_GROUPS, True, 4, 2),
-        "gpt_oss": (Router.TOPK_SOFTMAX, True, 1, 1),
+        "mixtral": (Router.SOFTMAX_TOPK, True, 1),
+        "qwen3_moe": (Router.SOFTMAX_TOPK, False, 1),
+        "qwen3_moe-mixed": (Router.SOFTMAX_TOPK, True, 1),
+        "deepseek_v2": (Router.SOFTMAX_TOPK, False, 1),
+        "deepseek_v2-groups": (Router.SOFTMAX_TOPK, False, 4),
+        "deepseek_v3": (Router.SIGMOID_GROUPS, True, 4),
+        "gpt_oss": (Router.TOPK_SOFTMAX, True, 1),
     }
-    assert [case for case, m in routers.items() if m.correction_bias] == ["deepseek_v3"]
 
 
 def test_deepseeks_own_layer_frequency() -> None:

@@ -41,7 +41,6 @@ class Experts:
     normalised: bool = False  # weights of the chosen experts always sum to 1
     bias: bool = False
     router_bias: bool = False
-    correction_bias: bool = False
     correction_frozen: bool = False
     clamped_sum: bool = False
     weighted_inputs: bool = False

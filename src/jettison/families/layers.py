@@ -214,7 +214,7 @@ def _delta(fields: ConfigFields, *, grouped: bool) -> model.GatedDelta:
 
 _OF_FAMILY: Final = ("key_bias", "fused_qkv", "qk_norm", "sinks", "alibi")
 _OF_STYLE: Final = (
-    *("router", "bias", "router_bias", "correction_bias", "correction_frozen", "clamped_sum", "weighted_inputs"),
+    *("router", "bias", "router_bias", "correction_frozen", "clamped_sum", "weighted_inputs"),
     *("shared_gate", "shared_fused"),
 )
 """Fixed choices of a family's code, by the names of fields of `Attention` and `Moe`."""
@@ -306,7 +306,6 @@ def experts_of(fields: ConfigFields) -> model.Moe:
     top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
         raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
-    groups, top_groups = _groups(fields, experts)
     may_lack_shared = style.shared_fused or fields.family.defaults.get(style.shared_width) == 0  # Granite's, Megatron's
     return model.Moe(
         experts=experts,
@@ -320,27 +319,25 @@ def experts_of(fields: ConfigFields) -> model.Moe:
         else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
         jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
         **{name: getattr(style, name) for name in _OF_STYLE},
-        groups=groups,
-        top_groups=top_groups,
+        groups=_groups(fields, experts),
         latent=fields.optional_size("moe_latent_size") or 0,
     )
 
 
-def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
-    """Number of groups of experts, and number of groups that a token may reach."""
+def _groups(fields: ConfigFields, experts: int) -> int:
+    """Number of groups of experts."""
     if fields.knows("topk_method"):
         method = fields.value("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             raise fields.error("topk_method", "greedy or group_limited_greedy")
         if method == "greedy":
-            return 1, 1
+            return 1
     groups = fields.optional_size("n_group") or 1
-    top_groups = fields.optional_size("topk_group") or groups
     if experts % groups:
         raise fields.error("n_group", f"a divisor of the {experts} experts")
-    if top_groups > groups:
+    if (fields.optional_size("topk_group") or groups) > groups:
         raise fields.error("topk_group", f"at most the {groups} groups")
-    return groups, top_groups
+    return groups
 
 
 def stacks(fields: ConfigFields, decoder: tuple[model.Layer, ...]) -> tuple[model.Layer, ...]:

@@ -193,7 +193,6 @@ class Moe:
     gated: bool = True
     bias: bool = False  # of the experts
     router_bias: bool = False  # learned: gpt-oss
-    correction_bias: bool = False  # a buffer: DeepSeek-V3
     correction_frozen: bool = False  # a parameter without a gradient: ERNIE 4.5
     normalise_top_k: bool = False
     clamped_sum: bool = False  # the sum that weights are divided by is clamped, into another tensor
@@ -203,7 +202,6 @@ class Moe:
     shared_gate: bool = False  # their output is multiplied by a number a token: Qwen2-MoE
     shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
-    top_groups: int = 1
     latent: int = 0  # width of experts' inputs and outputs, with projections down and up; 0: h
 
     def __post_init__(self) -> None:
