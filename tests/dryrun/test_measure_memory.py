@@ -102,13 +102,6 @@ def test_workspace_raises_the_peak_and_not_the_live_bytes():
     del y
 
 
-def test_granularity_rounds_each_storage_up():
-    with AllocationCounter(granularity_bytes=512) as counter:
-        tensors = [torch.empty(1), torch.empty(129)]
-    assert counter.live_bytes == 512 + 1024
-    del tensors
-
-
 def test_resized_storage_is_counted_at_its_new_size():
     with AllocationCounter() as counter:
         x = torch.empty(KIB, dtype=torch.uint8)

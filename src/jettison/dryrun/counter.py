@@ -105,8 +105,8 @@ class AllocationCounter(TorchDispatchMode):
     Enter it inside (after) a `FakeTensorMode`, so that it sees the operators of the step and not those of the fake
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
     (made outside the dispatcher, or before the counter was entered) counts from that moment. While it is `blind`, as
-    for a recording inside of a step, nothing is counted. `device` restricts the count to one device type.
-    `granularity_bytes` rounds each storage up; by default as the device's allocator does.
+    for a recording inside of a step, nothing is counted. `device` restricts the count to one device type, and rounds
+    each storage up as its allocator does.
     """
 
     supports_higher_order_operators = True
@@ -116,7 +116,6 @@ class AllocationCounter(TorchDispatchMode):
         static_tensors: Iterable[Tensor] = (),
         *,
         workspace: Workspace | None = None,
-        granularity_bytes: int | None = None,
         device: str | None = None,
         record_events: bool = False,
         record_levels: bool = False,
@@ -127,8 +126,7 @@ class AllocationCounter(TorchDispatchMode):
         self._met = 0
         self._withheld: _Withheld | None = None
         self._workspace = workspace
-        usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
-        self._granularity_bytes = usual if granularity_bytes is None else granularity_bytes
+        self._granularity_bytes = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
         self._device = device
         self._numbers = KeptNumbers() if device in (None, "cpu") else None
         self.blind = False

@@ -18,7 +18,7 @@ from torch.nn import functional
 from jettison.capture.model_trace import LossFn
 from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
-from jettison.core.objects import swapped
+from jettison.core.objects import swapped, swapped_entries
 from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config
 from jettison.families.presets import PRESETS, preset
@@ -344,13 +344,8 @@ def _hears_across(model: nn.Module) -> bool:
     ids_bs = torch.tensor([[1, 2, 3, 0, 1, 2, 3, 1], [3, 1, 1, 0, 1, 2, 3, 1]], device=device)
     dtype = _dtype(model, bf16=False)
     told = {"position_ids": positions_within(documents_bs), "attention_mask": document_mask(documents_bs, dtype)}
-    trained = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with swapped_entries((vars(module), "training", False) for module in model.modules()):
         one, other = (model(input_ids=row[None], **told).logits[:, 4:] for row in ids_bs)
-    finally:
-        for module, mode in trained.items():
-            module.training = mode
     return not torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 

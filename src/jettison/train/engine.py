@@ -20,6 +20,7 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.randomness import Streams
 from jettison.capture.sharded import sharded_parameters
 from jettison.core.errors import TraceError, UsageError
+from jettison.core.objects import swapped_entries
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.parallel.parameters import forget_forwards
 from jettison.train.build_model import Built
@@ -192,17 +193,13 @@ def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
 @contextmanager
 def undisturbed(engine: Engine) -> Iterator[None]:
     """Run in inference mode without gradients, and restore modes, buffers and random generators afterwards."""
-    modes = [(module, module.training) for part in engine.parts for module in part.modules()]
+    evaluating = ((vars(module), "training", False) for part in engine.parts for module in part.modules())
     buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
     streams = Streams.now()
-    for module, _ in modes:
-        module.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), swapped_entries(evaluating):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
