@@ -13,7 +13,6 @@ from jettison.core.dtypes import tensor_bytes
 from jettison.core.errors import UsageError
 from jettison.formula.basic import enter, linear
 from jettison.formula.embedding import TOKENS, embedding, looked_up_tokens
-from jettison.formula.layer import layer
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
 from jettison.formula.norm import norm
@@ -289,7 +288,7 @@ def mtp_layer(w: Writer, x: Value, spec: Layer) -> Value:
         x = norm(w, x, model.final_norm, "norm")
     with w.tape.scope("mtp"):
         tokens = looked_up_tokens(w, tied=True, declared=spec.ahead == 1)
-    hidden = layer(w, _joined(w, tokens, x, spec), spec)
+    hidden = write_layer(w, _joined(w, tokens, x, spec), spec)
     hidden = norm(w, hidden, spec.norm, "mtp_norm")
     if spec.ahead < model.mtp_num_layers:
         return hidden

@@ -74,7 +74,7 @@ def input_half(
     """
     half = _InputReplay(region, kept, rule, stays, lets_go)
     half.run(-1)
-    retained = {tensor: half.sizes[tensor] for tensor in half.retained}
+    retained = {tensor: half.sizes[tensor] for tensor in half.owned}
     steps = region.tape.steps
     last = max((number for number, step in enumerate(steps) if step.learned), default=-1)
     before = {b for step in steps[: last + 1] for b in _saved(region, step)}
@@ -95,12 +95,7 @@ class _InputReplay(Backward):
     ) -> None:
         super().__init__(region, kept, rule)
         self.stays, self.lets_go = stays, lets_go
-        self.owned: defaultdict[int, set[int]] = defaultdict(set)  # gradient -> groups, by the ids of their steps
-
-    @property
-    def retained(self) -> set[int]:
-        """Gradients that groups keep."""
-        return set(self.owned)
+        self.owned: defaultdict[int, set[int]] = defaultdict(set)  # kept gradient -> groups, by the ids of their steps
 
     def _runs(self, step: TapeOp) -> bool:
         return step.differentiable and any(v.grad for v in step.inputs)
