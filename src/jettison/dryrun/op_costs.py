@@ -277,9 +277,7 @@ class Pricing:
 # it checks; so do operators that torch tags as pointwise, as reductions or as core. Everything else is priced in a
 # process of its own (`worker.py`).
 
-_TAGS = tuple(
-    getattr(torch.Tag, name) for name in ("core", "pointwise", "reduction", "view_copy") if hasattr(torch.Tag, name)
-)
+_TAGS = (torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
 _NOT_SAFE = frozenset({"_embedding_bag", "_pdist_forward", "grid_sampler_2d"})
 """Tagged as above, but they read lengths or positions out of their arguments."""
 

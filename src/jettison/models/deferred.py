@@ -205,7 +205,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         if not written and not new:
             return  # a view, or a question
         overwrites = set(new)
-        if name in _OVERWRITES and self._is_whole(self.place(changed[0])):
+        if name in _OVERWRITES and self._is_whole(changed[0]):
             overwrites |= written
         reads = {number for number in places if number not in written or number not in overwrites}
         reads |= {leaf.buffer for leaf in leaves[1:] if isinstance(leaf, TensorRef)}  # a copy of a part of itself
@@ -236,17 +236,9 @@ class _ConstructorRecorder(TorchDispatchMode):
         self.program.storages.append(_EmptyStorage(handle=storage, nbytes=storage.nbytes(), device=tensor.device))
         return self.place(tensor)
 
-    def _is_whole(self, place: TensorRef) -> bool:
-        nbytes = place.dtype.itemsize
-        for size in place.size:
-            nbytes *= size
-        dense = sorted((stride, size) for size, stride in zip(place.size, place.stride, strict=True) if size > 1)
-        expected = 1
-        for stride, size in dense:
-            if stride != expected:
-                return False
-            expected *= size
-        return nbytes == self.program.storages[place.buffer].nbytes
+    def _is_whole(self, tensor: Tensor) -> bool:
+        dense: bool = _ATEN.is_non_overlapping_and_dense.default(tensor)
+        return dense and tensor.nbytes == self.program.storages[self.place(tensor).buffer].nbytes
 
 
 @dataclass(kw_only=True)
