@@ -656,6 +656,12 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
     file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 --moe-expert-parallel-size 4\n")
     with pytest.raises(UsageError, match="experts of Megatron-DeepSpeed are not modelled"):
         read_run(file, gpus=8)
+    none = "--num-experts 1 --moe-expert-parallel-size 1 --ds-sequence-parallel-size"
+    file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 {none} 1\n")
+    read_run(file, gpus=8)
+    file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 {none} 2\n")
+    with pytest.raises(UsageError, match="DeepSpeed's sequence parallelism is not modelled"):
+        read_run(file, gpus=8)
 
 
 def test_arguments_of_older_versions(read: Any) -> None:

@@ -804,6 +804,28 @@ def test_presets_by_the_names_of_repositories(name: str, expected: str | None) -
     assert preset_named(name) == expected
 
 
+def test_pairs_without_a_trainers_name_may_be_orpos(write: Any, tmp_path: Path) -> None:
+    pairs = {"model_name_or_path": "gpt2", "beta": 0.1, "max_prompt_length": 64, "max_length": 128, "bf16": True}
+    file = write({**pairs, "per_device_train_batch_size": 2}, "pairs.yaml")
+    found = read_run(file)
+    assert found.request.reference == "same"
+    assert any("--reference none" in note for note in found.notes)
+    assert not run_from(file, reference="none").frozen and run_from(file).frozen
+    script = tmp_path / "run.sh"
+    script.write_text(f"trl dpo --config {file.name}\n")
+    found = read_run(script)  # the default of 8 is no other key
+    assert found.request.micro_batch == 4
+    assert not any("contradict" in note or "--reference none" in note for note in found.notes)
+
+
+def test_an_accelerate_file_that_leaves_precision_to_the_script(write: Any) -> None:
+    file = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}
+    for more, noted in (({}, True), ({"mixed_precision": "no"}, False)):
+        found = read_run(write({**file, **more}, "fsdp.yaml"), model="gpt2", asked={"seq": 64})
+        assert found.request.precision == "fp32"
+        assert any("leaves mixed_precision" in note for note in found.notes) is noted
+
+
 def test_arguments_as_python_prints_them(tmp_path: Path) -> None:
     file = tmp_path / "args.json"
     file.write_text("{'model_name_or_path': 'llama3-8b', 'per_device_train_batch_size': 4, 'deepspeed': None}")
@@ -817,7 +839,12 @@ def test_an_unknown_key_names_the_closest_one(write: Any) -> None:
 
 def test_a_model_that_is_quantized_already(write: Any) -> None:
     path = "/nowhere/Meta-Llama-3.1-8B-Instruct-bnb-4bit"
-    assert read_run(write(FACTORY, model_name_or_path=path, quantization_bit=4)).model == "llama3.1-8b"
+    found = read_run(write(FACTORY, model_name_or_path=path, quantization_bit=4))
+    assert found.model == "llama3.1-8b"
+    dynamic = read_run(write(FACTORY, model_name_or_path=path.replace("bnb", "unsloth-bnb"), quantization_bit=4))
+    assert dynamic.model == "llama3.1-8b"
+    own = {note for note in dynamic.notes if "dynamic 4-bit checkpoint" in note}
+    assert own and not own & {*found.notes}
     assert read_run(write(FACTORY, model_name_or_path=path)).model == path
     with pytest.raises(UsageError, match=r"no file or folder here; the closest are llama3\.1-8b"):
         read_run(write(FACTORY, model_name_or_path=path)).spec()

@@ -296,12 +296,14 @@ def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     assert any("its arguments count: training.local_batch_size" in note for note in found.notes)
     assert not found.writes
     assert "alone as --from" in found.by_hand
+    script.with_name("own.yaml").write_text("own: 1\n")
     for text, why in (
         (f"python own.py --text {'x' * 300} --other '\\0'", "no key of a known framework"),
         (
             "tune run full_finetune_distributed --config llama3/8B_full batch_size=4",
             "names the configuration llama3/8B_",
         ),
+        ("deepspeed --module own --config own.yaml --only", "no key of a known framework"),
         (
             "accelerate launch train.py recipes/none.yaml --model_name_or_path gpt2 --block_size 8",
             "whose keys count as",

@@ -424,7 +424,7 @@ class Keys:
             value = typed.get(_KINDS[name], self.get)(key)
             value = ",".join(map(str, value)) if isinstance(value, list) else value
             before = self._fields.get(name)
-            if before is not None and before != value and name not in self.asked:
+            if before not in (None, value, table.get("usual", {}).get(name)) and name not in self.asked:
                 said = f"{self.written(key)} = {_shown(value)} is counted, and another key says {_flags(name, before)}"
                 self.note(f"{said}: they contradict")
             self.give(name, value, key)
@@ -603,7 +603,7 @@ def read_run(
         if {"model_type", "architectures"} & {*first.values}:
             why = f"which has a model and no run; expected it as MODEL: jettison ledger {first.path} --seq 4096"
         named = str(first.values.get("config", first.values.get(CONFIG, "$")))
-        if first.syntax == "arguments" and "$" not in named:
+        if first.syntax == "arguments" and "$" not in named and found_file(first.path.parent, named) is None:
             why = f"which names the configuration {named}, a file that is not here; expected --from with that file"
         if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
             expected = ", ".join(alike["syntaxes"])
@@ -813,8 +813,11 @@ def _settled(model: str | None, keys: Keys) -> str | None:
     folder = keys.file.path.parent / model
     if Path(model).exists():
         return model
-    if str(keys.field("base", "")).startswith("nf4"):  # a checkpoint that is quantized so already
-        model = re.sub("-(?:unsloth-)?bnb-4bit$", "", model)
+    packed = re.search("-(unsloth-)?bnb-4bit$", model)
+    if packed and str(keys.field("base", "")).startswith("nf4"):  # a checkpoint that is quantized so already
+        model = model[: packed.start()]
+        if packed[1]:
+            keys.note("some matrices of a dynamic 4-bit checkpoint have 16 bits, and are counted in 4")
     if (folder / "config.json").is_file():
         return str(folder)
     found = preset_named(model)

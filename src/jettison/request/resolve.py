@@ -401,7 +401,7 @@ def _check_upcast(run: Run) -> None:
 def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
     for role in Role:
         text: str | None = getattr(request, role)
-        if text is None:
+        if text in (None, "none"):
             continue
         words = FrozenModelOptions.parse(text, f"--{role}")
         if words.model == BASE and (request.lora is None or role is Role.REWARD or words.dtype or words.sharded):

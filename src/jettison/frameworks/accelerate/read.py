@@ -24,6 +24,8 @@ def read(keys: Keys, prefix: str = "") -> None:
     _axes(keys, f"{prefix}parallelism_config.parallelism_config_")
     if not prefix:
         precision(keys, weights="fp32", mixed=half(keys) or keys.text("mixed_precision", "no") != "no")
+        if not keys.has("mixed_precision"):
+            keys.note("it leaves mixed_precision to the script, and fp32 is counted: give --precision")
         replicas(keys)
 
 

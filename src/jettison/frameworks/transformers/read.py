@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Final
 
@@ -41,6 +40,8 @@ def read(keys: Keys) -> None:
     adapters(keys, trl=trl and not older, mixed=mixed)
     if trl and not generates and keys.some(*table_of("transformers")["pairs"]):
         preference(keys)
+        if not keys.some("$*dpo*", "$DPO*"):
+            keys.note("it is read as DPO's, with a reference; of ORPO and CPO, which have none: --reference none")
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
         keys.refuse("loss_type", "of SFT's losses only nll and dft are modelled")
     weights = _weights(keys, trl=trl and not script)
@@ -76,8 +77,6 @@ def read(keys: Keys) -> None:
 
 def packed_loaders(keys: Keys) -> None:
     """Read a script whose loaders pack weights and make adapters, with defaults of their own."""
-    if keys.model is not None:  # names of its own copies, whose weights are packed in advance
-        keys.model = re.sub(r"(-unsloth)?-bnb-4bit$", "", keys.model)
     if keys.some("$*FastVisionModel*"):
         keys.note("images are not counted")
     if keys.some("$*.get_peft_model"):
