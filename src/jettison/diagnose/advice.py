@@ -173,14 +173,6 @@ def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:
     return (*found, *of_trainer(facts))
 
 
-_HOST_LIMITS: Final = {
-    "node": ("oom_kill", "oom-kill event", "OOM Killed", "memory limit"),
-    "container": ("OOMKilled",),
-    "job": ("Memory cgroup",),
-}
-"""Texts of a message by the name of the change that raises its limit."""
-
-
 def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
     """Free memory of the host, of /dev/shm, for a library or a server."""
     if facts.failure is Failure.SHARED:
@@ -192,7 +184,8 @@ def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
     found: list[Change] = []
     if facts.failure is Failure.KILLED:
         more = str(2 * -(-facts.total_bytes // GIB)) if facts.total_bytes else "MORE"
-        limits = [name for name, words in _HOST_LIMITS.items() if any(word in facts.what for word in words)]
+        said = table("log_forms")["limits"].items()
+        limits = [name for name, words in said if any(word in facts.what for word in words)]
         found += [change("killed.kernel"), *(change(f"killed.{name}", more=more) for name in limits)]
     elif facts.what == "pinned memory":
         found.append(change("host.pinned"))

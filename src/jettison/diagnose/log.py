@@ -39,14 +39,6 @@ _UNIT_FIRST: Final = re.compile(
 _UNIT_BEFORE: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
 _WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
-_FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's and Colab's
-    re.compile(r'\bFile "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[\w.<>]+)'),
-    re.compile(
-        r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in(?: (?P<function>[\w.<>]+)|\s*$)"
-    ),
-    re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
-    re.compile(r"^\[?(?P<file>[^\s\]]+\.py|<ipython-input-[^\s\]]+>)(?:\]\(\S*\))? in (?P<function>[\w.]+|<[^<>]+>)"),
-)
 _TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
 """Files of torch's optimizers; those of other packages are called by a wrapper of torch's."""
 _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^\n]*?\|\s*(\d+)/(\d+)")
@@ -136,7 +128,7 @@ def _traceback(lines: list[str]) -> tuple[Figures, bool]:
 
 
 def _frame(line: str) -> Frame | None:
-    for pattern in _FRAMES:
+    for pattern in _patterns("frames"):
         found = pattern.search(line)
         if found is not None:
             parts = found.groupdict()
@@ -331,17 +323,6 @@ def _killed(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     }
 
 
-def _shared(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
-    return {"device": "cpu", "failure": Failure.SHARED, "what": "NCCL" if "nccl" in found[0] else ""}
-
-
-def _nccl(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
-    told = {"failure": Failure.LIBRARY, "what": "NCCL", "device": "hip" if found[0].startswith("HIP") else "cuda"}
-    if "Failed to CUDA host alloc" in text:
-        told = {"failure": Failure.HOST, "what": "pinned memory", "device": "cpu"}
-    return told | {"requested_bytes": form.sizes(text)["asked"]}
-
-
 def _driver(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     asked = form.sizes(text)["pinned"]
     if asked is not None:
@@ -376,8 +357,7 @@ def _server(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
 
 
 _READERS: Final[Mapping[str, Callable[[MessageForm, str, re.Match[str]], Figures]]] = {
-    reader.__name__.removeprefix("_"): reader
-    for reader in (_allocator, _mps, _named, _killed, _shared, _nccl, _driver, _xla, _server)
+    reader.__name__.removeprefix("_"): reader for reader in (_allocator, _mps, _named, _killed, _driver, _xla, _server)
 }
 
 
@@ -450,27 +430,19 @@ def _figures(total: int | None, free: int | None, allocated: int | None, unused:
 
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _BOX: Final = "│┃║╎|"
-_TAG: Final = re.compile(
-    r"\s*(?P<tag>\[(?:[A-Za-z_]+)?[ _:-]{0,2}\d+\]:?|\[\d+,\d+\]<std(?:err|out)>:"
-    r"|\([\w.-]+(?: [\w.=-]+)* pid=\d+[^)]*\)|\d{1,5}:(?=\s)|[A-Za-z][\w.-]*\s+\|(?=\s)"
-    r"|[a-z][\w.-]*\d[\w.-]*:(?=\s)|\[pod/[^\]\s]+\])[ ]?"
-)
-"""The rank, process, container or host whose line it is: torchrun, mpirun, Ray, srun -l, docker, pdsh, kubectl."""
-_PREFIX: Final = re.compile(
-    r"\s*(?:"
-    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?:\s*[-|:](?=\s))?"
-    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+\d+ \d\d:\d\d:\d\d [\w.-]+ [\w./@-]+(?:\[\d+\])?:"
-    r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?"
-    r"|\[\s*\d+\.\d+\]"
-    r"|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\]"
-    r"|\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\]?(?:\s\d\d-\d\d \d\d:\d\d:\d\d)?"
-    r"(?:\s\[?[\w./]+:\d+\])?(?:\s*[-|:](?=\s))?(?=\s)"
-    r"|E(?=\s{2,}))[ ]?"
-)
 _BORDER: Final = re.compile(rf"\s*[{_BOX}]\s?|\s*[╭╰├][─━]*")
 _TRAILING: Final = re.compile(rf"[ ]*[{_BOX}]\s*$")
 MOST_LINES: Final = 400
 """Before a message, in which its traceback is looked for."""
+
+
+@cache
+def _patterns(name: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, table("log_forms")[name]))
+
+
+def _front(name: str, line: str) -> re.Match[str] | None:
+    return next(filter(None, (pattern.match(line) for pattern in _patterns(name))), None)
 
 
 def decoded(data: bytes) -> str:
@@ -493,11 +465,9 @@ def split_prefix(line: str) -> tuple[str, str]:
     and the line without these and a border at its end."""
     tag = ""
     for _ in range(6):
-        found = _BORDER.match(line) or _PREFIX.match(line)
-        if found is None:
-            found = _TAG.match(line)
-            if found is not None:
-                tag += found["tag"].strip()
+        found = _BORDER.match(line) or _front("prefixes", line)
+        if found is None and (found := _front("tags", line)) is not None:
+            tag += found[0].strip()
         if found is None or not found.end():
             break
         line = line[found.end() :]

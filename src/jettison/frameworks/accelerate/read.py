@@ -21,16 +21,12 @@ def read(keys: Keys, prefix: str = "") -> None:
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``
     if keys.text(f"{prefix}dynamo_config.dynamo_backend", "no") not in ("no", "eager"):
         keys.compiles(f"{prefix}dynamo_config.dynamo_backend")
-    _axes(keys, f"{prefix}parallelism_config.parallelism_config_")
+    for name, field in (("tp", "tp"), ("cp", "cp"), ("dp_replicate", "zero_replicas"), ("dp_shard", "zero")):
+        key = f"{prefix}parallelism_config.parallelism_config_{name}_size"
+        if (size := keys.whole(key, 1) or 1) > 1:
+            keys.give(field, 3 if field == "zero" else size, key)
     if not prefix:
         precision(keys, weights="fp32", mixed=half(keys) or keys.text("mixed_precision", "no") != "no")
         if not keys.has("mixed_precision"):
             keys.note("it leaves mixed_precision to the script, and fp32 is counted: give --precision")
         replicas(keys)
-
-
-def _axes(keys: Keys, prefix: str) -> None:
-    """Read ``parallelism_config``: tensor and context parallelism, and hybrid sharding."""
-    for name, field in (("tp", "tp"), ("cp", "cp"), ("dp_replicate", "zero_replicas"), ("dp_shard", "zero")):
-        if (size := keys.whole(f"{prefix}{name}_size", 1) or 1) > 1:
-            keys.give(field, 3 if field == "zero" else size, f"{prefix}{name}_size")
