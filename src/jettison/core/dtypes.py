@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import known
 
 _BY_BYTES: Final = {
     1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
@@ -22,10 +22,7 @@ DTYPE_BYTES: Final = MappingProxyType({name: size for size, names in _BY_BYTES.i
 
 def dtype_name(dtype: object) -> str:
     """Name a dtype: ``"bfloat16"``, ``"torch.bfloat16"`` or torch's object. Raise `UsageError` for an unknown one."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise UsageError(f"got the dtype {name!r}; expected one of {', '.join(DTYPE_BYTES)}")
-    return name
+    return known(str(dtype).removeprefix("torch."), DTYPE_BYTES, "the dtype")
 
 
 def dtype_bytes(dtype: object) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Collection
 from functools import partial
 from sysconfig import get_paths
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,6 +47,13 @@ class UsageError(JettisonError, ValueError):
     """The request makes no sense as written: an unknown name, a quantity without a unit, a wrong file."""
 
     exit_code: ClassVar[int] = 2
+
+
+def known(name: str, names: Collection[str], what: str) -> str:
+    """Return a name that is one of these. Raise `UsageError` for another; ``what`` it is of, for the message."""
+    if name not in names:
+        raise UsageError(f"got {what} {name!r}; expected one of {', '.join(names)}")
+    return name
 
 
 class NotDescribed(UsageError):

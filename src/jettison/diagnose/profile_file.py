@@ -33,7 +33,7 @@ ENGINE: Final = "autograd::engine::evaluate_function"
 _STEP: Final = "ProfilerStep#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
-_UNMARKED: Final = "step"
+UNMARKED: Final = "step"
 _CALL: Final = "python_function"
 _OLD: Final = {
     "Kernel": "kernel",
@@ -91,11 +91,6 @@ class ProfilerTrace:
     device: tuple[ProfilerSlice, ...]
     memory: tuple[MemoryPoint, ...]
     devices: tuple[str, ...] = ()
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether steps have no marks, so that a first step's extra work may be included."""
-        return len(self.steps) == 1 and self.steps[0][1].kind == _UNMARKED
 
     @cached_property
     def named_ops(self) -> dict[str, list[ProfilerSlice]]:
@@ -240,7 +235,7 @@ def _steps(
     ends = [one.end_ns for one in annotations if one.name.startswith(OPTIMIZER_STEP)]
     edges = [begin, *ends[:-1], end] if ends else [begin, end]
     return tuple(
-        (at, ProfilerSlice(name=f"step {at}", kind=_UNMARKED, start_ns=a, end_ns=b, track="", args={}))
+        (at, ProfilerSlice(name=f"step {at}", kind=UNMARKED, start_ns=a, end_ns=b, track="", args={}))
         for at, (a, b) in enumerate(pairwise(edges))
     )
 

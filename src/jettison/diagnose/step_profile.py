@@ -18,7 +18,15 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import ENGINE, LOADER, OPTIMIZER_STEP, RECOMPUTES, ProfilerSlice, ProfilerTrace
+from jettison.diagnose.profile_file import (
+    ENGINE,
+    LOADER,
+    OPTIMIZER_STEP,
+    RECOMPUTES,
+    UNMARKED,
+    ProfilerSlice,
+    ProfilerTrace,
+)
 
 Span = tuple[int, int]
 """Beginning and end, in nanoseconds."""
@@ -303,12 +311,13 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
     calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
     waits = sorted((one.end_ns, one.ns) for one in calls if "Async" not in one.name)
     ends, waiting = [stop for stop, _ in waits], joined(_spans(calls))
+    whole = len(trace.steps) == 1 and trace.steps[0][1].kind == UNMARKED  # a first step's extra work may be in it
     found, longest = Counter[str](), (0, 0)
     for start_ns, end_ns in gaps:
         gap, length = [(start_ns, end_ns)], end_ns - start_ns
         if 2 * overlap(gap, data) > length:
             found["data_ns"] += length
-        elif 2 * overlap(gap, allocator) > length and not trace.is_one_run:
+        elif 2 * overlap(gap, allocator) > length and not whole:
             found["allocator_ns"] += length
         else:  # how far the host would be ahead without waits
             inside = waits[bisect_right(ends, start_ns - 1) : bisect_right(ends, end_ns)]

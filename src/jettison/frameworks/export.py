@@ -19,7 +19,7 @@ from string import Template
 from textwrap import indent
 from typing import Any
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import known
 from jettison.core.units import format_bytes
 from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import Cost, LayerAction, LayerPolicy, OpCall, Pricer, Subject, tensor_names
@@ -120,9 +120,7 @@ def exporter(target: str) -> Exporter:
         UsageError: there is no such target.
     """
     targets = named("targets")
-    if target not in targets:
-        raise UsageError(f"got --to {target!r}; expected one of {', '.join(targets)}")
-    entry = targets[target]
+    entry = targets[known(target, targets, "--to")]
     write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
 
     def export(subject: Subject, pricer: Pricer) -> Exported:

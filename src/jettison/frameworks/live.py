@@ -59,11 +59,7 @@ def _subject(plan: Plan, traced: ModelTrace, request: ModelRequest, prices: Hard
         hardware=prices,
         segments=plan.segments,
         root_freed_bytes=max(0, root.kept_bytes(root.saved_buffers()) - root.kept_bytes(frozenset(plan.root.kept))),
-        predicted={
-            "peak_bytes": plan.predicted.peak_bytes,
-            "step_seconds": plan.predicted.step_seconds,
-            "overhead_fraction": plan.predicted.overhead_fraction,
-        },
+        overhead_fraction=plan.predicted.overhead_fraction,
         asked=asked,
     )
 

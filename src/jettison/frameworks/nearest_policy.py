@@ -136,7 +136,6 @@ class DescribedPricer:
 def subject_of(choice: AutoForecast, document: dict[str, object], model: str) -> Subject:
     """Make the subject of an export from a described plan."""
     made_by = document.get("made_by")
-    predicted = document.get("predicted")
     run, peak_bytes = choice.forecast.run, choice.forecast.peak_bytes
     expected = figures(run, peak_bytes, hardware=choice.hardware.name, step_seconds=choice.step_seconds).step_seconds
     return Subject(
@@ -148,7 +147,7 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
         hardware=choice.hardware,
         segments=choice.segments,
         described=choice,
-        predicted=predicted if isinstance(predicted, dict) else {},
+        overhead_fraction=choice.overhead_fraction,
         asked=renamed(RunRequest, made_by) if isinstance(made_by, dict) else {},
         expected_ratio=1.0 if expected is None else expected.expected / choice.step_seconds,
     )

@@ -116,7 +116,7 @@ class Subject:
         segments: runs of layers of which only the first keeps its input, by the names of the first and the last.
         root_freed_bytes: bytes that the plan drops outside the layers.
         described: the choice for a described run; None for a live model's plan.
-        predicted: predictions of the plan's document, by key.
+        overhead_fraction: recomputation and stalls as a share of a step without them.
         asked: flags of the plan's document.
         expected_ratio: step time that is expected ÷ modelled, from published runs.
     """
@@ -130,7 +130,7 @@ class Subject:
     segments: tuple[tuple[str, str], ...] = ()
     root_freed_bytes: int = 0
     described: AutoForecast | None = None
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    overhead_fraction: float = 0.0
     asked: Mapping[str, object] = field(default_factory=dict)
     expected_ratio: float = 1.0
 

@@ -35,7 +35,7 @@ from jettison.memory.step import Event
 from jettison.predict.stages import Chunk, StageRegion, local_shape
 from jettison.predict.units import stream_bytes
 from jettison.spec.frameworks import FOLDER
-from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
+from jettison.spec.kernels import GROUPED_STREAMS, OVERLAP_STREAMS, AttentionKernel, Dispatcher, Documents
 from jettison.spec.layout import Schedule
 from jettison.spec.model import Layer, Scan
 from jettison.spec.precision import Accumulation
@@ -144,9 +144,8 @@ def workspace_bytes(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
         return 0, 0
     parts = [group.part for chunk in chunks for group in chunk]
     experts = any(part.layer is not None and part.layer.experts for part in parts)
-    library = spaces.library_bytes + (spaces.grouped_bytes if experts and not run.kernels.sequential_experts else 0)
-    if run.tp_comm_overlap and run.layout.tp > 1:
-        library += spaces.overlap_bytes
+    grouped, overlapped = experts and not run.kernels.sequential_experts, run.tp_comm_overlap and run.layout.tp > 1
+    library = spaces.library_bytes * (1 + GROUPED_STREAMS * grouped + OVERLAP_STREAMS * overlapped)
     if run.kernels.global_buffer and spaces.torch_bytes:
         library += _shared_buffer(run, parts, experts) + (spaces.router_bytes if experts else 0)
     # where a library has the layers' matmuls, the head's, a router's and eager attention's are still torch's

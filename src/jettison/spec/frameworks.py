@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import known
 
 FOLDER: Final = Path(__file__).parents[1] / "frameworks"
 BASE_STACK: Final = "base"
@@ -66,10 +66,7 @@ def foreign_flags() -> Mapping[str, str]:
 
 def software(name: str) -> str:
     """Validate the name of a software stack; raises a `UsageError`."""
-    known = (BASE_STACK, *named("stacks"))
-    if name not in known:
-        raise UsageError(f"got --stack {name!r}; expected one of {', '.join(known)}")
-    return name
+    return known(name, (BASE_STACK, *named("stacks")), "--stack")
 
 
 def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0, lora: int = 0, packed: int = 0) -> Mapping[str, Any]:
@@ -80,9 +77,7 @@ def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0, lora: int = 0, packe
     """
     case = {"tp": tp, "dp": dp, "zero": zero, "lora": lora, "packed": packed}
     presets = named("presets")
-    if name not in presets:
-        raise UsageError(f"got --like {name!r}; expected one of {', '.join(presets)}")
-    own = presets[name]
+    own = presets[known(name, presets, "--like")]
     found = dict(rule(own["like"], **case)) if "like" in own else {}
     for fields in (own, *(each for each in own.get("when", ()) if _holds(each["if"], **case))):
         found |= {key: value for key, value in fields.items() if key not in ("order", "folder", "like", "when", "if")}

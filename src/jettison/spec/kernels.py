@@ -12,7 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, known
 from jettison.core.units import KIB, MIB
 from jettison.spec.frameworks import named
 
@@ -298,9 +298,7 @@ def kernels(name: str, family: str = "") -> Kernels:
     A set lists where families differ: ``only`` has the families with a field, ``but`` those without it.
     """
     sets = named("kernels")
-    if name not in sets:
-        raise UsageError(f"got the kernels {name!r}; expected one of {', '.join(sets)}")
-    fields = dict(sets[name])
+    fields = dict(sets[known(name, sets, "the kernels")])
     base = kernels(fields.pop("like"), family) if "like" in fields else Kernels()
     only, but = fields.pop("only", {}), fields.pop("but", {})
     fields |= {field: True for field, families in only.items() if family in families}
@@ -342,16 +340,6 @@ class Workspaces:
     library_bytes: int = 0  # of the library of the layers' GEMMs; 0: torch has them
     router_bytes: int = 0
 
-    @property
-    def grouped_bytes(self) -> int:
-        """Bytes for grouped GEMMs of the library."""
-        return GROUPED_STREAMS * self.library_bytes
-
-    @property
-    def overlap_bytes(self) -> int:
-        """Bytes for GEMMs of the library that overlap with communication."""
-        return OVERLAP_STREAMS * self.library_bytes
-
 
 _OLDER, _HOPPER = 8 * MIB + 128 * KIB, 32 * MIB
 _TE_OLDER, _TE_HOPPER = 4 * MIB, 32 * MIB + KIB
@@ -374,6 +362,4 @@ WORKSPACES: Final = MappingProxyType(
 
 def workspaces(name: str) -> Workspaces:
     """Return workspaces by name, or raise a `UsageError`."""
-    if name not in WORKSPACES:
-        raise UsageError(f"got --workspaces {name!r}; expected one of {', '.join(WORKSPACES)}")
-    return WORKSPACES[name]
+    return WORKSPACES[known(name, WORKSPACES, "--workspaces")]

@@ -431,7 +431,12 @@ class Layout:
             if isinstance(layer.attention, Scan):
                 self._check_scan(layer.attention, model.name)
             elif layer.attention is not None:
-                self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+                heads, kv_heads = layer.attention.heads, layer.attention.kv_heads
+                if heads % self.tp:
+                    raise UsageError(f"--tp {self.tp} does not divide the {heads} attention heads")
+                if kv_heads % self.tp and self.tp % kv_heads:
+                    instead = f"the {kv_heads} key-value heads nor is a multiple of them"
+                    raise UsageError(f"--tp {self.tp} neither divides {instead}")
             if layer.mlp is None:
                 continue
             width, split = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
@@ -504,12 +509,6 @@ class Layout:
                 f"got --pp {self.pp}; a block of {model.name} reads more than the previous block's output (an "
                 "encoder's output, embeddings), so that a stage's inputs are unknown. Drop --pp"
             )
-
-    def _check_heads(self, heads: int, kv_heads: int) -> None:
-        if heads % self.tp:
-            raise UsageError(f"--tp {self.tp} does not divide the {heads} attention heads")
-        if kv_heads % self.tp and self.tp % kv_heads:
-            raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
 
     def _check_scan(self, scan: Scan, name: str) -> None:
         shared = self.tp > 1 and not isinstance(scan, StateSpaceDual)  # by Megatron-Core: `Run` checks the kernels

@@ -28,7 +28,7 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, known
 from jettison.spec.fp8 import FP8, Fp8Recipe
 from jettison.spec.frameworks import named
 
@@ -222,16 +222,12 @@ MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPON
 
 def precision(name: str) -> Precision:
     """Return a precision by name, or raise a `UsageError`."""
-    if name not in PRECISIONS:
-        raise UsageError(f"got the precision {name!r}; expected one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    return PRECISIONS[known(name, PRECISIONS, "the precision")]
 
 
 def optimizer(name: str) -> Optimizer:
     """Return an optimizer by name, or raise a `UsageError`."""
-    if name not in set(Optimizer):
-        raise UsageError(f"got the optimizer {name!r}; expected one of {', '.join(Optimizer)}")
-    return Optimizer(name)
+    return Optimizer(known(name, list(Optimizer), "the optimizer"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -279,10 +275,8 @@ NO_OFFLOAD: Final = OptimizerOffload(moves=False)
 def optimizer_offload(name: str) -> OptimizerOffload:
     """Return a rule by name, or raise a `UsageError`."""
     rules = named("optimizer_offload")
-    if name == "none":
+    if known(name, ("none", *rules), "--offload-optimizer") == "none":
         return NO_OFFLOAD
-    if name not in rules:
-        raise UsageError(f"got --offload-optimizer {name!r}; expected one of {', '.join(('none', *rules))}")
     fields = {key: value for key, value in rules[name].items() if key not in ("order", "folder")}
     zeros = tuple(fields.pop("zeros", NO_OFFLOAD.zeros))
     return OptimizerOffload(name=name, zeros=zeros, **fields)

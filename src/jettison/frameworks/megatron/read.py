@@ -44,8 +44,9 @@ def read(keys: Keys) -> None:
             full_length(keys, packed=keys.on("packing"))
         else:
             keys.note("every sequence is counted at its maximum length; if none is as long, give the longest as --seq")
-    if keys.form == "deepspeed":
-        _of_deepspeed(keys)
+    if keys.form == "deepspeed":  # whose arguments stand for Megatron-LM's
+        keys.values |= {"group_query_attention": True} if keys.has("num_query_groups") else {}
+        keys.values |= {"num_experts": None} if str(keys.get("num_experts", 1)).strip("[]'") == "1" else {}
     each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))
     if keys.gpus is None:
         keys.gpus = each * (nodes or 1) if each else world
@@ -113,14 +114,6 @@ def _recipe(keys: Keys) -> None:
     keys.values = {**keys.table["recipe"], **keys.values}
     if keys.on("skip_getting_attention_mask_from_dataset", True):
         keys.values["no_create_attention_mask_in_dataloader"] = True
-
-
-def _of_deepspeed(keys: Keys) -> None:
-    """Replace Megatron-DeepSpeed's arguments by Megatron-LM's."""
-    if keys.has("num_query_groups"):
-        keys.values["group_query_attention"] = True
-    if str(keys.get("num_experts", 1)).strip("[]'") == "1":
-        keys.values["num_experts"] = None
 
 
 def _deepspeed(keys: Keys) -> None:

@@ -95,9 +95,7 @@ def _run(subject: Subject) -> Iterator[str]:
 def _facts(subject: Subject, cost: Cost) -> Iterator[str]:
     if cost.host_bytes:
         yield f"- offloaded to CPU: {_bytes(cost.host_bytes)}"
-    overhead = subject.predicted.get("overhead_fraction")
-    if overhead is not None:
-        yield f"- recomputation as a share of a step without it: {format_percent(overhead)}"
+    yield f"- recomputation as a share of a step without it: {format_percent(subject.overhead_fraction)}"
     if cost.step_seconds is not None:
         step = format_seconds(subject.expected_ratio * cost.step_seconds)
         yield f"- a step: {step}, expected on {subject.hardware.name}"
