@@ -135,6 +135,8 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {
     "attention": AttentionKernel,
 }
 """Fields written as the name of an enum member."""
+_AS_THEY_ARE: Final = ("defaults", "dropout", "layer_words", "pair", "tensor_parallel")
+"""Tables whose values are a configuration's, or names."""
 
 
 def _typed(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,21 +177,9 @@ def _table(file: Path) -> dict[str, Any]:
 @cache
 def _family(file: Path) -> Family:
     table = _table(file)
-    own = _typed({key: value for key, value in table.items() if key == "norm" or not isinstance(value, Mapping)})
-    experts = _typed(table.get("experts", {}))
-    return Family(
-        defaults=table["defaults"],
-        spelling=_typed(table.get("spelling", {})),
-        dropout={"attention": "attention_dropout", **table.get("dropout", {})},
-        experts=Experts(**experts) if experts else None,
-        kernels=_typed(table.get("kernels", {})),
-        pair=table.get("pair", {}),
-        tensor_parallel=table.get("tensor_parallel", {}),
-        layer_words=table.get("layer_words", {}),
-        when={key: _typed(then) for key, then in table.get("when", {}).items()},
-        unless={key: _typed(then) for key, then in table.get("unless", {}).items()},
-        **own,
-    )
+    own = {key: value if key in _AS_THEY_ARE else _typed_value(key, value) for key, value in table.items()}
+    dropout, experts = {"attention": "attention_dropout", **own.pop("dropout", {})}, own.pop("experts", None)
+    return Family(**own, dropout=dropout, experts=experts and Experts(**experts))
 
 
 class Named(Mapping[str, Any]):

@@ -29,22 +29,14 @@ from typing import Any, Final
 
 from jettison import __version__
 from jettison.core.errors import UsageError
-from jettison.core.files import write_whole
+from jettison.core.files import read_table, write_whole
 
 VENDOR: Final = ("vendor/d3.min.js", "vendor/plot.min.js")
 INFLATE: Final = "vendor/pako_inflate.min.js"
 LIBRARY: Final = "application/javascript+deflate"
 PLAIN_CHARACTERS: Final = 32_000
 """Data that may stand in a page as they are; more are compressed, by ten and more where they repeat themselves."""
-KIT: Final = (
-    "kit/base.js",
-    "kit/state.js",
-    "kit/controls.js",
-    "kit/marks.js",
-    "kit/plot.js",
-    "kit/save.js",
-    "kit/figure.js",
-)
+KIT: Final = tuple(f"kit/{part}.js" for part in ("base", "state", "controls", "marks", "plot", "save", "figure"))
 LAST: Final = ("kit/saved.js",)
 STYLES: Final = ("kit/kit.css",)
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -139,34 +131,7 @@ def _policy(code: Iterable[str], *, served: bool) -> str:
     )
 
 
-BROWSERS: Final = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-    "chrome",
-    "chrome-headless-shell",
-    "microsoft-edge",
-    "msedge",
-)
-_MAC: Final = (
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-    "/Applications/Chromium.app/Contents/MacOS/Chromium",
-    "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
-)
-_FLAGS: Final = (
-    "--headless",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--window-size=1120,900",
-    "--virtual-time-budget=20000",
-    "--dump-dom",
-)
+_BROWSERS: Final[Mapping[str, list[str]]] = read_table(Path(__file__).with_name("browsers.toml"))
 _SECONDS: Final = 180
 _TRIES: Final = 3
 _FIGURES: Final = re.compile(r'<pre id="saved-figures">([A-Za-z0-9+/=]*)</pre>')
@@ -175,7 +140,7 @@ _FIGURE_NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
 
 def find_browser() -> str | None:
     """Its program: the first of the usual names that there is."""
-    return next((path for name in (*BROWSERS, *_MAC) if (path := shutil.which(name))), None)
+    return next((path for name in _BROWSERS["programs"] if (path := shutil.which(name))), None)
 
 
 def require_browser() -> str:
@@ -219,7 +184,13 @@ def _dumped(program: str, html: str) -> str:
         page = Path(name) / "page.html"
         page.write_text(html, encoding="utf-8")
         root = ["--no-sandbox"] if sys.platform != "win32" and os.geteuid() == 0 else []  # it refuses to start else
-        arguments = [program, *_FLAGS, *root, f"--user-data-dir={name}/profile", f"{page.as_uri()}#save=figures"]
+        arguments = [
+            program,
+            *_BROWSERS["flags"],
+            *root,
+            f"--user-data-dir={name}/profile",
+            f"{page.as_uri()}#save=figures",
+        ]
         try:
             done = subprocess.run(arguments, capture_output=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired:

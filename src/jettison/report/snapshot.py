@@ -18,13 +18,8 @@ from jettison.report.schemas import document, part
 from jettison.report.tables import exact, facts, grid, signed
 
 MOST_ROWS: Final = 25
-PANELS: Final = (
-    "panels/timeline_data.js",
-    "panels/timeline_canvas.js",
-    "panels/timeline_svg.js",
-    "panels/memory_map.js",
-    "panels/memory_timeline.js",
-)
+_SCRIPTS: Final = ("timeline_data", "timeline_canvas", "timeline_svg", "memory_map", "memory_timeline")
+PANELS: Final = tuple(f"panels/{name}.js" for name in _SCRIPTS)
 
 
 @dataclass(frozen=True, kw_only=True)
