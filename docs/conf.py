@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import jettison  # noqa: E402 - the path comes first
 from jettison.cli.app import flag_sections  # noqa: E402
-from jettison.report.schemas import schema_names  # noqa: E402
+from jettison.core.documents import schema_names  # noqa: E402
 from jettison.train.recipe import TrainRecipe  # noqa: E402
 
 project = "Jettison"

@@ -48,7 +48,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         "jettison/diagnose/advice.toml",
         "jettison/diagnose/log_forms.toml",
         "jettison/report/assets/panels/report.js",
-        "jettison/report/schemas.toml",
+        "jettison/core/schemas.toml",
     ):
         assert needed in names
     assert not [name for name in names if not name.startswith(("jettison/", f"jettison-{jettison.__version__}"))]

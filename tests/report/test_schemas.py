@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from jettison.cli.main import run
-from jettison.report.schemas import check, document, json_schema, keys_of, schema_names
-from jettison.solve.plan import KEYS
+from jettison.core.documents import check, document, json_schema, keys_of, schema_names
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 LIVE = """
@@ -137,13 +136,9 @@ def test_a_renamed_key_stands_beside_its_former_name_which_is_deprecated(capsys:
     assert document("jettison.search/1", pareto_front=[])["front"] == []
 
 
-def test_plans_know_their_keys_without_the_reports() -> None:
-    assert keys_of("jettison.plan/1") == KEYS
-
-
 @pytest.mark.parametrize("name", schema_names())
 def test_published_schemas_are_what_is_generated(name: str) -> None:
-    """`python -m jettison.report.schemas docs/schemas` writes them; within a version keys are only added."""
+    """`python -m jettison.core.documents docs/schemas` writes them; within a version keys are only added."""
     path = PUBLISHED / f"{name.replace('/', '-')}.json"
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema(name)
     assert json_schema(name)["description"] and json_schema(name)["properties"]["schema"]["const"] == name

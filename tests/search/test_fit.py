@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import jettison
+from jettison.core.documents import part
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, available_bytes, forecast, limit_of
 from jettison.predict.ranges import fit_budgets
-from jettison.report.schemas import part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.search import largest_fit as fit_module

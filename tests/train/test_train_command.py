@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from jettison.cli.train import train
+from jettison.core.documents import check
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.parse_units import parse_bytes
-from jettison.report.schemas import check
 from jettison.train.ranks import RankLost
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection
 from jettison.train.run_folder import RunLog, TrainResult

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from jettison.cli.app import Described, Flattened, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
+from jettison.core.documents import document
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
@@ -20,7 +21,6 @@ from jettison.predict.forecast import extra_bytes, forecast
 from jettison.predict.ranges import ANCHOR_WEIGHT
 from jettison.predict.time import estimate
 from jettison.report.console import hint
-from jettison.report.schemas import document
 from jettison.report.tables import facts as facts_table
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import is_live, resolve

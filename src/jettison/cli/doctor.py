@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
+from jettison.core.documents import document, keys_of
 from jettison.core.errors import UsageError, install
 from jettison.core.files import read_table, write_whole
 from jettison.core.process import cores
@@ -23,7 +24,6 @@ from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snap
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
-from jettison.report.schemas import document, keys_of
 from jettison.report.tables import facts as facts_table
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final, Literal
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
+from jettison.core.documents import document
 from jettison.core.files import read_table
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
-from jettison.report.schemas import document
 from jettison.report.tables import grid
 from jettison.request.resolve import flag_of
 from jettison.spec.frameworks import named, rule

@@ -26,9 +26,8 @@ from jettison.models.live_model import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy
-from jettison.report.ledger import LedgerReport
+from jettison.report.ledger import LedgerReport, PhaseRow, StageBytes
 from jettison.report.plan import plan_table
-from jettison.report.schemas import PhaseRow, StageBytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import is_live, model_spec
 from jettison.solve.plan import Plan

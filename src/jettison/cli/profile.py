@@ -14,6 +14,7 @@ from rich.console import RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.file_kinds import misplaced
+from jettison.core.documents import part
 from jettison.core.errors import UsageError
 from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
@@ -27,7 +28,6 @@ from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
-from jettison.report.schemas import part
 from jettison.report.snapshot import peak_table
 from jettison.report.tables import exact, grid
 from jettison.spec.hardware import Hardware, hardware

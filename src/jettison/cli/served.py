@@ -18,13 +18,13 @@ from jettison.cli.ledger import LedgerFlags, ledger
 from jettison.cli.plan import PlanFlags, plan, said
 from jettison.cli.search import SearchFlags, nothing
 from jettison.cli.search import answer as search
+from jettison.core.documents import document
 from jettison.core.errors import Infeasible, JettisonError
 from jettison.core.progress import Progress
 from jettison.frameworks.run_file import RunFile
 from jettison.frameworks.write_back import write_back
 from jettison.report.console import json_text
 from jettison.report.plan import ForecastPlan, infeasible_document
-from jettison.report.schemas import document
 from jettison.report.server.questions import ServedAnswer, Service, VerbForm
 from jettison.request.options import DECIDED, RunRequest
 from jettison.search.search import NothingFits, SearchRequest

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from jettison.core.documents import document
 from jettison.core.errors import UsageError
 from jettison.core.process import cpu_name, told_by_linux
 from jettison.core.progress import Progress, silent
@@ -294,13 +295,9 @@ def calibration_document(found: Calibration) -> dict[str, Any]:
     compared = [
         {**asdict(c.gemm), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
     ]
-    return {
-        "schema": "jettison.calibration/1",
-        "hardware": asdict(found.hardware),
-        **dict.fromkeys(("elapsed_seconds", "took_seconds"), found.took_seconds),
-        **dict.fromkeys(("gemms", "products"), compared),
-        "request": None,
-    }
+    return document(
+        "jettison.calibration/1", hardware=asdict(found.hardware), elapsed_seconds=found.took_seconds, gemms=compared
+    )
 
 
 _NAMES: Final = {"float32": "fp32", "bfloat16": "bf16", "tf32": "tf32"}

@@ -19,6 +19,7 @@ from string import Template
 from textwrap import indent
 from typing import Any
 
+from jettison.core.documents import data, document, part
 from jettison.core.errors import known
 from jettison.core.units import format_bytes
 from jettison.frameworks.nearest_policy import Nearest
@@ -70,40 +71,29 @@ class Exported(TargetOutput):
     def document(self) -> dict[str, Any]:
         """JSON document of schema ``jettison.export/1``."""
         subject = self.subject
-        return {
-            "schema": SCHEMA,
-            "target": self.target,
-            "checked_with": self.checked_with,
-            "model": subject.model,
-            "plan_hash": subject.plan_hash,
-            "budget_bytes": subject.budget_bytes,
-            "exact": self.exact,
-            "lost": list(self.lost),
-            "notes": list(self.notes),
-            "warnings": list(subject.left_out),
-            "cost": {"plan": self.plan_cost.document(), "exported": self.cost.document()},
-            "alternatives": [
-                {**dict.fromkeys(("settings", "words"), one.words), **one.cost.document()} for one in self.alternatives
-            ],
-            "hardware": subject.hardware.name,
-            "layers": [
-                {
-                    "layer": policy.layer,
-                    "stage": policy.decision.stage,
-                    "plan": policy.decision.policy,
-                    "plan_recomputed": list(policy.decision.recomputed),
-                    "plan_offloaded": list(tensor_names(policy.program, policy.decision.offloaded)),
-                    "exported": policy.words or str(policy.action),
-                    "plan_kept_bytes": policy.decision.kept_bytes,
-                    "kept_bytes": policy.kept_bytes,
-                    "saves": [f"{call.op} {call.number}" for call in policy.saves],
-                    "recompute_flops": policy.recompute_flops,
-                }
+        return document(
+            SCHEMA,
+            self,
+            subject,
+            warnings=subject.left_out,
+            cost={"plan": data(self.plan_cost), "exported": data(self.cost)},
+            alternatives=[part("ExportAlternative", one.cost, settings=one.words) for one in self.alternatives],
+            hardware=subject.hardware.name,
+            layers=[
+                part(
+                    "ExportLayer",
+                    policy,
+                    policy.decision,
+                    plan=policy.decision.policy,
+                    plan_recomputed=policy.decision.recomputed,
+                    plan_offloaded=tensor_names(policy.program, policy.decision.offloaded),
+                    exported=policy.words or str(policy.action),
+                    plan_kept_bytes=policy.decision.kept_bytes,
+                    saves=[f"{call.op} {call.number}" for call in policy.saves],
+                )
                 for policy in self.policies
             ],
-            "files": self.files,
-            "request": None,
-        }
+        )
 
 
 Exporter = Callable[[Subject, Pricer], Exported]

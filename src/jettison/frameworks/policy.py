@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
-from jettison.core.objects import with_former_names
 from jettison.ledger.program import Op, Program, Source
 from jettison.search.auto_recompute import AutoForecast
 from jettison.solve.plan import PolicyName
@@ -352,10 +351,6 @@ class Cost:
     recompute_seconds: float = 0.0
     step_seconds: float | None = None
     host_bytes: int = 0
-
-    def document(self) -> dict[str, Any]:
-        """JSON of the part ``Cost`` of ``jettison.export/1``."""
-        return with_former_names(Cost, asdict(self))
 
 
 class Pricer(Protocol):

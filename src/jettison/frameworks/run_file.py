@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from jettison.core.documents import part
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
@@ -135,18 +136,10 @@ class RunFile:
     def document(self) -> dict[str, Any]:
         """Return the run as a JSON document."""
         used, unread = (
-            [{"key": key.name, "value": _shown(key.value), "became": key.why} for key in keys]
+            [part("SourceKey", key=key.name, value=_shown(key.value), became=key.why) for key in keys]
             for keys in (self.used, self.unread)
         )
-        return {
-            "path": str(self.path),
-            "framework": self.framework,
-            "command": self.command(),
-            "used": used,
-            "unread": unread,
-            "ignored": list(self.ignored),
-            "notes": list(self.notes),
-        }
+        return part("RunSource", self, path=str(self.path), command=self.command(), used=used, unread=unread)
 
 
 def flags_of(request: CommonRequest) -> Iterator[str]:

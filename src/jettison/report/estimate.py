@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.documents import document, part
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
@@ -19,7 +20,6 @@ from jettison.predict.ranges import Residual, RunFigures, figures, time_residual
 from jettison.predict.time import Estimate
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
-from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.request.resolve import Resolved
 from jettison.spec.device_allowance import FitRule, FitVerdict, Range

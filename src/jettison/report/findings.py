@@ -9,8 +9,8 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.documents import document
 from jettison.diagnose.finding import Finding
-from jettison.report.schemas import document
 from jettison.report.tables import facts
 
 NONE: Final = "nothing to mend was found"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from jettison.core.documents import document, part
 from jettison.core.errors import DoesNotFit, ProofFailed
 from jettison.core.objects import with_former_names
 from jettison.core.units import format_bytes
@@ -17,7 +18,6 @@ from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import RunFigures, figures, unlike_anchor
-from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import Resolved, flag_of
 from jettison.spec.device_allowance import FitVerdict, Limit
@@ -31,6 +31,49 @@ if TYPE_CHECKING:
     from jettison.report.explain import Explanation
     from jettison.search.auto_recompute import AutoForecast
     from jettison.search.largest_fit import FitAnswer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRow:
+    """Saved tensors of one layer, in one micro-batch on one rank; ``policy`` is null where nobody says."""
+
+    layer: str
+    bytes: int
+    tensors: int
+    stage: int = 0
+    policy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """Bytes of a pipeline stage on one rank; ``in_flight`` micro-batches are between forward and backward.
+
+    ``peak_bytes`` is of a step that has its optimizer state, ``first_step_peak_bytes`` of the one before there is any.
+    """
+
+    stage: int
+    layers: tuple[str, ...]
+    in_flight: int
+    activation_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    first_step_peak_bytes: int | None = None
+    peak_phase: str | None = None
+    peak_where: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRow:
+    """Peak of a phase of a step on the worst stage, or of one region in it."""
+
+    phase: str
+    peak_bytes: int
+    where: str | None = None
+    stage: int = 0
+    micro_batch: int | None = None
+    first_step_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from jettison.core.documents import document, part
 from jettison.core.errors import Infeasible
 from jettison.core.objects import grouped
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from jettison.predict.ranges import RunFigures, figures, unlike_anchor
-from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 from jettison.spec.device_allowance import FitVerdict
 

@@ -12,11 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.documents import document, part
 from jettison.core.errors import UsageError, first_problem
 from jettison.core.objects import each_renamed, summary
 from jettison.core.units import format_bytes, format_percent, format_ratio, format_seconds
 from jettison.ledger.step_levels import StepLevels
-from jettison.report.schemas import document, part
 from jettison.report.tables import alike, exact, facts, grid
 from jettison.solve.plan import PlanTensor
 

@@ -10,12 +10,12 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.documents import document
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_flops, format_ratio, format_seconds
 from jettison.report.page import page
 from jettison.report.plan import ROOT_NAME
 from jettison.report.report_subject import Grid, ReportSubject, SubjectLayer, TensorPolicy
-from jettison.report.schemas import document
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 SCHEMA: Final = "jettison.report/1"

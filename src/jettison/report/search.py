@@ -12,11 +12,11 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.documents import document, part
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.predict.ranges import Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.report.estimate import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
-from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds

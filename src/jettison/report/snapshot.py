@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Group, RenderableType
 
+from jettison.core.documents import document, part
 from jettison.core.units import format_bytes, format_percent
 from jettison.diagnose.frames import Frame, is_python
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
 from jettison.memory.timeline import Ints, MemoryTimeline
 from jettison.report.page import page
-from jettison.report.schemas import document, part
 from jettison.report.tables import exact, facts, grid, signed
 
 MOST_ROWS: Final = 25

@@ -16,6 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Final, Literal
 
+from jettison.core.documents import keys_of
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import renamed, summary, with_former_names
 from jettison.core.units import format_bytes, format_percent
@@ -23,45 +24,6 @@ from jettison.ledger.program import Program, Source
 from jettison.ledger.step_levels import StepLevels
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
-KEYS = (
-    "schema",
-    "made_from",
-    "feasible",
-    "model",
-    "budget_bytes",
-    "minimum_budget_bytes",
-    "reason",
-    "predicted",
-    "figures",
-    "verdict",
-    "fit_rule",
-    "peak_roles",
-    "solver",
-    "layers",
-    "root",
-    "segments",
-    "torch_version",
-    "gradients_preallocated",
-    "gradients_held",
-    "chunked_loss",
-    "offload",
-    "host_budget_bytes",
-    "micro_batches_without_recompute",
-    "whole_micro_batches",
-    "hardware",
-    "stages",
-    "reasons",
-    "warnings",
-    "what_if",
-    "tensors",
-    "levels",
-    "made_by",
-    "request",
-    "environment",
-    "hash",
-    "from",
-)
-"""Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
 
 _FORMER: Final = "mixed"  # former value of `PolicyName.PER_TENSOR`, which hashes of plans cover
@@ -252,7 +214,7 @@ class Plan:
         fields["predicted"]["stalled_seconds"] = None
         known = {"schema": SCHEMA, "made_from": "trace", "feasible": True, "hash": self.hash}
         known |= with_former_names(Plan, fields)
-        return {key: known.get(key) for key in KEYS}
+        return {key: known.get(key) for key in keys_of(SCHEMA)}
 
     def to_json(self) -> str:
         """Return the document as JSON text; `from_json` reads it."""

@@ -1,16 +1,16 @@
-"""Shape of every document, one for each schema: `schemas.toml` has their keys and types. JSON Schema is generated from
-it, and tests hold documents to it.
+"""Documents: `schemas.toml` has the keys of each and of their parts, with types. Documents are made by it, JSON Schema
+is generated from it, and tests hold documents to it.
 
 A document has all keys of its schema, whatever was asked: what does not apply is null, and never left out. Keys are
-added within a version, never renamed; what would change the meaning of one makes a new version. A document that is
-written needs its keys alone. ``python -m jettison.report.schemas FOLDER`` writes all schemas.
+added within a version, never renamed; what would change the meaning of one makes a new version. ``python -m
+jettison.core.documents FOLDER`` writes all schemas.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from importlib import import_module
@@ -23,66 +23,19 @@ from jettison.core.files import read_table
 from jettison.core.objects import former_names
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRow:
-    """Saved tensors of one layer, in one micro-batch on one rank; ``policy`` is null where nobody says."""
-
-    layer: str
-    bytes: int
-    tensors: int
-    stage: int = 0
-    policy: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageBytes:
-    """Bytes of a pipeline stage on one rank; ``in_flight`` micro-batches are between forward and backward.
-
-    ``peak_bytes`` is of a step that has its optimizer state, ``first_step_peak_bytes`` of the one before there is any.
-    """
-
-    stage: int
-    layers: tuple[str, ...]
-    in_flight: int
-    activation_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    peak_bytes: int
-    first_step_peak_bytes: int | None = None
-    peak_phase: str | None = None
-    peak_where: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseRow:
-    """Peak of a phase of a step on the worst stage, or of one region in it."""
-
-    phase: str
-    peak_bytes: int
-    where: str | None = None
-    stage: int = 0
-    micro_batch: int | None = None
-    first_step_peak_bytes: int | None = None
+@cache
+def schema_tables() -> dict[str, dict[str, Any]]:
+    """Tables of all documents and parts, by name."""
+    return read_table(Path(__file__).with_name("schemas.toml"))
 
 
 @cache
-def _file() -> dict[str, dict[str, Any]]:
-    return read_table(Path(__file__).with_suffix(".toml"))
-
-
-def schema_names() -> tuple[str, ...]:
-    """Names of all schemas."""
-    return tuple(sorted(name for name in _file() if "/" in name))
-
-
-@cache
-def _types(name: str) -> dict[str, str]:
+def types_of(name: str) -> dict[str, str]:
     """Types of a document or part by key, as text."""
     found = {"schema": f'Literal["{name}"]'} if "/" in name else {}
-    for key, kind in _file()[name].items():
+    for key, kind in schema_tables()[name].items():
         if key == "_fields":
-            found |= {one.name: str(one.type) for one in fields(_named(kind))}
+            found |= {one.name: str(one.type) for one in fields(class_of(kind))}
         elif key not in ("_says", "_former"):
             found[key] = kind
     former = _former(name)
@@ -94,7 +47,7 @@ def _types(name: str) -> dict[str, str]:
     }
 
 
-def _named(path: str) -> Any:
+def class_of(path: str) -> Any:
     """The dataclass of a path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
@@ -102,8 +55,8 @@ def _named(path: str) -> Any:
 
 def _former(name: str) -> dict[str, str]:
     """Former names of a document's or part's renamed keys, by key."""
-    table = _file()[name]
-    found: dict[str, str] = former_names(_named(table["_fields"])) if "_fields" in table else {}
+    table = schema_tables()[name]
+    found: dict[str, str] = former_names(class_of(table["_fields"])) if "_fields" in table else {}
     return {**found, **table.get("_former", {})}
 
 
@@ -113,7 +66,7 @@ def keys_of(name: str) -> tuple[str, ...]:
     Args:
         name: of a schema, or of a part in `schemas.toml`.
     """
-    return tuple(_types(name))
+    return tuple(types_of(name))
 
 
 def part(name: str, /, *sources: object, **stated: Any) -> dict[str, Any]:
@@ -144,8 +97,9 @@ def data(value: Any) -> Any:
         return value
     if hasattr(value, "document"):
         return value.document()
-    name = type(value).__name__
-    return part(name, value) if name in _file() else {key.name: data(getattr(value, key.name)) for key in fields(value)}
+    if (name := type(value).__name__) in schema_tables():
+        return part(name, value)
+    return {key.name: data(getattr(value, key.name)) for key in fields(value)}
 
 
 def document(schema: str, /, *sources: object, **stated: Any) -> dict[str, Any]:
@@ -153,12 +107,17 @@ def document(schema: str, /, *sources: object, **stated: Any) -> dict[str, Any]:
     return part(schema, *sources, schema=schema, **stated)
 
 
+def schema_names() -> tuple[str, ...]:
+    """Names of all schemas."""
+    return tuple(sorted(name for name in schema_tables() if "/" in name))
+
+
 @cache
 def _shapes() -> dict[str, Any]:
     """Every document and part as a type, with the dataclasses that are parts of them."""
     from pydantic import Field
 
-    tables = dict(_file())
+    tables = dict(schema_tables())
     space: dict[str, Any] = {
         "Annotated": Annotated,
         "Any": Any,
@@ -169,10 +128,10 @@ def _shapes() -> dict[str, Any]:
     for module, names in tables.pop("_imports").items():
         space |= {name: getattr(import_module(module), name) for name in names}
     for name, table in tables.items():
-        hints = get_type_hints(type(name, (), {"__annotations__": _types(name)}), space, include_extras=True)
+        hints = get_type_hints(type(name, (), {"__annotations__": types_of(name)}), space, include_extras=True)
         made: Any = TypedDict(name, hints)  # type: ignore[misc]
-        made.__doc__ = table.get("_says") or (_named(table["_fields"]).__doc__ if "_fields" in table else None)
-        made.__module__ = "jettison.report.schemas"  # also when run as a script
+        made.__doc__ = table.get("_says") or (class_of(table["_fields"]).__doc__ if "_fields" in table else None)
+        made.__module__ = "jettison.core.documents"  # also when run as a script
         space[name] = made
     return space
 
@@ -182,7 +141,7 @@ def json_schema(schema: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     made = _published(TypeAdapter(_shapes()[schema]).json_schema(mode="serialization"))
-    words = " ".join(_file()[schema]["_says"].split())
+    words = " ".join(schema_tables()[schema]["_says"].split())
     draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": schema}
     return {**draft, **made, "title": schema, "description": words}
 
@@ -236,10 +195,10 @@ def check(document: str | bytes) -> str:
 
 
 if __name__ == "__main__":
-    from jettison.report import schemas  # equal names are told apart by module, which must not be __main__
+    from jettison.core import documents  # equal names are told apart by module, which must not be __main__
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for each in schema_names():
-        written = json.dumps(schemas.json_schema(each), indent=1, ensure_ascii=False) + "\n"
+        written = json.dumps(documents.json_schema(each), indent=1, ensure_ascii=False) + "\n"
         (folder / f"{each.replace('/', '-')}.json").write_text(written, encoding="utf-8")
