@@ -97,6 +97,12 @@ def test_blocks_in_blocks_are_parts_of_the_outer_one() -> None:
     assert find_blocks(model) == ["layers.0", "layers.1", "layers.2"]
 
 
+def test_a_list_of_lists_holds_blocks_and_is_none() -> None:
+    """Down- and upsampling levels of a U-Net are often bare lists of residual blocks, attention and a convolution."""
+    model = Stack(*(nn.ModuleList([Block(), Block(), nn.Linear(N, N)]) for _ in range(2)))
+    assert find_blocks(model) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+
+
 def test_two_stacks_are_both_found() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -100,3 +100,16 @@ def test_statistics_of_a_batch_norm_have_the_real_ones_types(training: bool, wei
     with fake_mode():
         fake = run()
     assert fake == run()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_of_a_group_norm_have_the_real_ones_types(dtype: torch.dtype) -> None:
+    def run() -> list[tuple[torch.Size, torch.dtype]]:
+        image, weight, sizes = torch.randn(2, 4, 5, 5).to(dtype), torch.ones(4), (2, 4, 25, 2)
+        out = torch.ops.aten.native_group_norm.default(image, weight, weight, *sizes, 1e-5)
+        back = torch.ops.aten.native_group_norm_backward.default(image, image, *out[1:], weight, *sizes, [True] * 3)
+        return [(one.shape, one.dtype) for one in (*out, *back)]
+
+    with fake_mode():
+        fake = run()
+    assert fake == run()

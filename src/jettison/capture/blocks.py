@@ -63,6 +63,9 @@ def only_blocks(model: nn.Module) -> list[str]:
 
 
 def _is_composite(module: nn.Module) -> bool:
+    """Whether a module that can be called (no bare `ModuleList`) has several parts with parameters."""
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        return False
     return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) >= 2
 
 

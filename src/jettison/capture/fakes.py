@@ -353,12 +353,17 @@ def _batch_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
     return (result, *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
 
 
-def _layer_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
-    """The CPU gives statistics of the weight's type, torch's fake kernel of the input's."""
-    weight = args[2]
-    if weight is None or weight.dtype is args[0].dtype:
+def _norm(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The CPU gives statistics of the weight's type, torch's fake kernels of the input's."""
+    weight = next((tensor for tensor in args[1:3] if isinstance(tensor, Tensor)), args[0])
+    if weight.dtype is args[0].dtype:
         return out
     return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
+
+
+def _group_norm_backward(args: Sequence[Any], _: Any, out: Any) -> Any:
+    """The gradient has the input's type, from torch's fake kernel the weight's."""
+    return (None if out[0] is None else torch.empty_like(out[0], dtype=args[1].dtype), *out[1:])
 
 
 def _loss(args: Sequence[Any], _: Any, out: Any) -> Any:
@@ -403,7 +408,9 @@ def _rnn_backward(_: Any, __: Any, out: Any) -> Any:
 
 _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     aten.native_batch_norm.default: _batch_norm,
-    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm.default: _norm,
+    aten.native_group_norm.default: _norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.mse_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
