@@ -61,6 +61,24 @@ def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkey
     assert len(runs) == len(steps), "a step is dry-run once where all its ops have a price"
 
 
+def test_parameters_that_stay_unsharded_after_planning_are_planned_for(silent_two: None) -> None:
+    model, x = Mlps(), torch.randn(64, 16)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    handle = jettison.auto_checkpoint(model, x, "1GiB", step=lambda model, x: model(x).backward())
+    assert handle.batches is not None and handle.batches.now is not None
+    before = handle.batches.now.peak_bytes
+    for region in handle.regions:
+        region.before_first = None  # the second rank would have to agree
+    model(x).backward()
+    model.set_reshard_after_forward(False)
+    with pytest.warns(UserWarning, match=r"set_reshard_after_forward.*call handle\.expect\(batch\)"):
+        model(x).backward()
+    handle.expect(x)
+    assert handle.batches.now.peak_bytes > before
+
+
 class Drawn(nn.Module):
     """An MLP that Python's random may leave out: no recording has it."""
 

@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,16 @@ def _spec_inside(sharded: Any, whole: Tensor) -> Any:
 def states(model: nn.Module) -> list[Any]:
     """FSDP's state objects of a model's modules, each once."""
     return list({id(state): state for m in sharded_modules(model) if (state := m._get_fsdp_state())}.values())
+
+
+def stay_unsharded(found: Iterable[Any]) -> bytes:
+    """A byte for each of FSDP's states, 1 if parameters stay unsharded from forward to backward because it was set so
+    (the root's do in any case).
+    """
+    return bytes(
+        not state._auto_reshard_after_forward and any(g.post_forward_mesh_info is None for g in parameter_groups(state))
+        for state in found
+    )
 
 
 def leave_casts(module: Any, fake_model: nn.Module) -> None:

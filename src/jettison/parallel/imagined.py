@@ -230,15 +230,24 @@ def _reshards(state: Any, group: Any) -> bool | int | None:
     return True if after == group.mesh_info else int(after.shard_mesh_size)
 
 
+def _known(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The stand-in of an equal mesh, if its groups were not destroyed since."""
+    found = _imagined.get(mesh)
+    try:
+        return found if found is None or found.get_all_groups() else None
+    except RuntimeError:
+        return None
+
+
 def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
     """The same mesh over groups that send nothing. Its ranks call this; all of its root's if ``rooted``."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
-    if mesh in _imagined:
-        return _imagined[mesh]
+    if (known := _known(mesh)) is not None:
+        return known
     names = mesh.mesh_dim_names
     if rooted and names is not None:
         root = mesh._get_root_mesh()
-        if root not in _imagined:
+        if _known(root) is None:
             fake = (("fake", None),) * root.ndim
             _imagined[root] = DeviceMesh(
                 root.device_type, root.mesh, mesh_dim_names=root.mesh_dim_names, backend_override=fake

@@ -70,9 +70,9 @@ class ShapeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledPlan:
-    """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
-    trained; then again, 1 if it ever was; and one that is 1 if gradients are there when the step begins. ``ops``: names
-    of the ops of each forward. ``policies``: for each model, of another trace with the same policies.
+    """Plans that are installed under one number. ``trained``: of each model, `Assumptions.trained`; then again, 1
+    for what ever was; and one byte that is 1 if gradients are there when the step begins. ``ops``: names of the ops of
+    each forward. ``policies``: for each model, of another trace with the same policies.
     """
 
     number: int
@@ -277,7 +277,7 @@ class BatchPlans:
         count = len(trained) // 2
         known = [one.trained[:count] for one in self.treatments]
         more = min(sum(map(operator.gt, trained[:count], then)) for then in known)
-        return f"a batch of {shape} with {more} more parameters trained"
+        return f"a batch of {shape} with {more} more parameters trained or unsharded"
 
     def _tried(self, shape: BatchShape, trained: bytes, described: Described) -> Cover | None:
         """An existing plan of the same ops under which this batch fits; none for models with opaque blocks."""

@@ -42,7 +42,7 @@ class Applied:
         budget: origin of the budget as text, if it was not given in bytes.
         losses: keeps losses chunked, if they are.
         batches: plans by batch, if later batches are planned for when they occur.
-        _again: plans again with other ranks, if they must do it together and more parameters are trained.
+        _again: plans again with other ranks, if they must do it together and more is trained or unsharded.
     """
 
     regions: list[PlannedForward]

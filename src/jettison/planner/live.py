@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, call_model, expect_module, expect_trace, loss_of
-from jettison.capture.sharded import sharded_modules
+from jettison.capture.sharded import sharded_modules, states, stay_unsharded
 from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError, warn
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
@@ -584,7 +585,8 @@ class _Planning:
         return Applied(regions=regions, plan=made[0], plans=tuple(made))
 
     def _thawing(self, budget_bytes: int) -> Callable[[Applied, Any], None]:
-        """Return a function that plans again, on all ranks, before a step that trains a parameter planned as frozen.
+        """Return a function that plans again, on all ranks, before a step that trains a parameter planned as frozen or
+        whose FSDP modules stay unsharded after their forwards (`stay_unsharded`).
 
         A rank cannot plan alone if it shares parameters with others, or runs a pipeline stage: ranks compare what they
         recompute, and stages exchange what they return. So all of them remove the old plan and plan again. Ranks that
@@ -592,19 +594,23 @@ class _Planning:
         """
         ask = self.ask
         frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
+        shards = [state for one in modules_of(ask.given) for state in states(one)]
+        whole = stay_unsharded(shards)
         groups = [one.ranks for one in self.ranks.stages.rounds]
         shapes = [BatchShape.of((one,)) for one in self.batches] if self.ranks.sharing.rounds else []
 
         def meet(handle: Applied, batch: Any) -> None:
             thawed = sum(p.requires_grad for p in frozen)
+            unsharded = any(map(operator.gt, stay_unsharded(shards), whole))
             with Agreement(groups) as stages:
-                if stages.least(int(not thawed)):
+                if stages.least(int(not (thawed or unsharded))):
                     return
+            what = f"{thawed} more parameters trained" if thawed else "parameters unsharded after forward"
             own = {BatchShape.of((batch,)): batch} if shapes else {}
             batches = [batch, *(padded_batch(own, shape) for shape in shapes)]
             handle.remove()
             least_bytes: int | None = None
-            with reported(ask.progress, f"planning again, {thawed} more parameters are trained") as done:
+            with reported(ask.progress, f"planning again, with {what}") as done:
                 try:
                     made = ask.applied(batches, ask.asked, None)
                 except Infeasible as error:
@@ -614,7 +620,7 @@ class _Planning:
             handle._become(made)
             if least_bytes is not None:
                 warn(
-                    f"the step with {thawed} more parameters trained does not fit into {format_bytes(budget_bytes)}: "
+                    f"the step with {what} does not fit into {format_bytes(budget_bytes)}: "
                     f"the smallest plan for it needs {format_bytes(least_bytes)} and is applied. Use a smaller batch, "
                     "or a larger budget"
                 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import SUPPORTED_NODES
 
+from jettison.capture.sharded import states, stay_unsharded
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import warn
@@ -112,10 +114,12 @@ class Assumptions:
         self.ends = [trained[0], trained[-1]] if trained else []
         self.outputs: list[weakref.ref[Tensor]] = []  # outputs of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
+        self.states = states(self.model)
+        self.unsharded = stay_unsharded(self.states)
 
     def trained(self) -> bytes:
-        """A byte for each parameter, 1 if it requires gradients now."""
-        return bytes([p.requires_grad for p in self.parameters])
+        """A byte for each parameter, 1 if it requires gradients now, and each of FSDP's modules: `stay_unsharded`."""
+        return bytes([p.requires_grad for p in self.parameters]) + stay_unsharded(self.states)
 
     def has_gradients(self) -> bool:
         """Whether gradients are there that the first plan did not count. The caller takes a plan that does."""
@@ -147,6 +151,7 @@ class Assumptions:
                 "gradients alone",
                 "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
             )
+        again = "call handle.expect(batch) before each step" if self.thaws else "remove() the plan, and plan again"
         if any(p.requires_grad for p in self.frozen):
             thawed = [p for p in self.frozen if p.requires_grad]
             nbytes = sum(plain(p).nbytes for p in thawed)
@@ -155,9 +160,15 @@ class Assumptions:
                 "thawed",
                 f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their matmuls save no inputs",
-                "call handle.expect(batch) before each step"
-                if self.thaws
-                else "remove() the plan, and plan again as the model is trained now",
+                again,
+            )
+        if self.states and any(map(operator.gt, stay_unsharded(self.states), self.unsharded)):
+            self._say(
+                "unsharded",
+                "FSDP's modules keep their parameters unsharded between forward and backward, which they did not when "
+                "it was planned (set_reshard_after_forward)",
+                "that they are resharded after each forward",
+                again,
             )
         if not self.ends and not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))):
             return  # a frozen model, of which autograd saves nothing here
