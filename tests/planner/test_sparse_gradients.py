@@ -111,8 +111,9 @@ CASES = {
     "bag, mean": Case(table=bag(4000, mode="mean"), model=OfBags),
     "bag, sum, sparse": Case(table=bag(50, mode="sum", sparse=True), model=OfBags),
     "bag, weights, sparse": Case(table=bag(50, mode="sum", sparse=True), model=Weighted),
+    "bag, sparse adam": Case(table=bag(20, mode="sum", sparse=True), model=OfBags, optimizer=sparse_adam),
 }
-QUICK = {"sgd", "micro-batches", "sparse adam, a step", "bag, weights, sparse"}
+QUICK = {"sgd", "micro-batches", "sparse adam, a step", "bag, sparse adam"}
 
 
 def static(model: nn.Module, ids: Tensor, optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:

@@ -77,7 +77,8 @@ class StepFakeMode(QuickFakeMode):
             if makes_sparse(func):
                 self.sparse = True
                 args, kwargs = with_fake_parts(args, kwargs)
-            args = with_places(func, args)
+            if has_places(func) and args[9]:
+                self.sparse, args = True, with_places(args)
             if func is _INDEX:
                 args = (args[0], _places(args[1]), *args[2:])
             rule = _RULES.get(func)
@@ -545,10 +546,8 @@ def sparse_workspace(func: Any, args: tuple[Any, ...]) -> int:
     return 0
 
 
-def with_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of a sparse bags' backward: the real op finds each index's bag, the fake one finds no index in any."""
-    if not has_places(func) or not args[9]:
-        return args
     gradient, indices, offsets, places = args[:4]
     if not places.numel():
         places = gradient.new_empty(indices.shape, dtype=indices.dtype)
