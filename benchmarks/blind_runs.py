@@ -103,6 +103,7 @@ WHY = {
     "gpu-unsaid": "the GPU is not named, an H100 was assumed; AdamW has fused=True (docs/examples/te_llama/utils.py)",
     "waits": "a hook offloads activations and waits for each copy (offload_wrapper of 3.test_cases/pytorch/FSDP)",
     "overlap": "its file has overlap_comm and reduce_bucket_size (ds_config.json, 41c63b3): --zero-buckets",
+    "foreach": "transformers 4.35 (its requirements.txt) has an AdamW that is not fused: --optimizer adamw-foreach",
     "watts": "its GPUs drew 265 W: the host is the limit",
     "bert-targets": "was refused: query and value were no names of targets",
 }
