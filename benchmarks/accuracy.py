@@ -65,6 +65,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
     ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
     ROOT / "tests" / "facts" / "blind_logs.csv": "memory in logs, notebooks and issues, November 2026",
+    ROOT / "tests" / "facts" / "blind_reports.csv": "memory in reports and notes, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -87,7 +88,7 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
 `Measure` has them. Other rounds were answered with allocated bytes alone, those of
-`blind_memory.csv`, `blind_devices.csv` and `blind_logs.csv` with fragments, which are not here."""
+`blind_memory.csv`, `blind_devices.csv`, `blind_logs.csv` and `blind_reports.csv` with fragments, which are not here."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -126,6 +127,7 @@ NOT_COUNTED: Final = {
     "other-files": "the scripts of a day before have ZeRO 2, which is 7 and 21 % low; theirs of that day offload",
     "experts-4bit": "experts in 4 bits are not modelled",
     "old-options": "norms and feed-forward blocks of flash-attn are not modelled",
+    "two-lengths": "what 16384 tokens need more than 4096, a token, leaves less than nothing for weights",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""

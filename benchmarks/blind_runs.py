@@ -1,8 +1,9 @@
-"""Published runs that were all predicted before an answer was looked into: ten rounds.
+"""Published runs that were all predicted before an answer was looked into: eleven rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
-`blind_logs.csv` (memory in logs, notebooks and issues), `blind_speeds.csv` (throughput of READMEs),
+`blind_logs.csv` (memory in logs, notebooks and issues), `blind_reports.csv` (memory in reports and notes),
+`blind_speeds.csv` (throughput of READMEs),
 `blind_throughput.csv` (throughput of benchmarks and issues), `blind_trainers.csv` (throughput of trainers and of one
 file on thirteen GPUs) and `blind_machines.csv` (throughput of twelve more publishers): each row was written down with
 its source and the command that somebody would type from it, then all were asked in one go (``blind``).
@@ -106,6 +107,15 @@ WHY = {
     "foreach": "transformers 4.35 (its requirements.txt) has an AdamW that is not fused: --optimizer adamw-foreach",
     "watts": "its GPUs drew 265 W: the host is the limit",
     "bert-targets": "was refused: query and value were no names of targets",
+    "liger-experts": "was refused: Liger's kernels of mixtures were not described",
+    "grpo": "refused: a step of GRPO is not described",
+    "galore": "refused: GaLore's optimizer is not described",
+    "eager-2023": "transformers 4.30 has no attention but its own: --attention eager",
+    "math-rocm": "in fp32 SDPA of torch 2.1 on ROCm has its math kernel alone: --attention eager",
+    "trl-tiles": "TRL 1.12 keeps all logits: --loss upcast",
+    "plain-loss": "its models (src/models/llama3.py) drop logits of last positions; their loss is in the same dtype: "
+    "--like huggingface-4.48 --loss uncast",
+    "evaluated": "micro-batches of evaluation are not described",
 }
 
 

@@ -17,13 +17,16 @@ from support.formula_cases import FormulaCase
 from support.formula_cases import run_of as run_of_case
 from support.held_by_autograd import observed_bytes
 from support.liger_like import patch
+from support.mixtures import MIXTURES
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2")
+MIXED = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXED])
 def test_a_layer_saves_what_ligers_kernels_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = FormulaCase(family=family, attention="eager" if family == "gemma2" else "sdpa", precision="fp32")
+    eager = family == "gemma2" or (family in MIXED and MIXTURES[family].attentions == ("eager",))
+    case = FormulaCase(family=family, attention="eager" if eager else "sdpa", precision="fp32")
     run = run_of_case(case)
     kernels = kernels_for(run.model, "liger").with_attention(case.attention).on_cpu()
     ours = replace(run, kernels=kernels)
@@ -39,7 +42,7 @@ def test_other_families_are_refused() -> None:
 
 def test_a_set_like_it_is_of_the_same_families() -> None:
     assert run_of("qwen3-0.6b", RunRequest(kernels="axolotl-liger", lora="r=16")).kernels.fused_adapters
-    with pytest.raises(UsageError, match=r"axolotl-liger for gpt2 .*modelled for gemma, gemma2.* qwen3: give"):
+    with pytest.raises(UsageError, match=r"axolotl-liger for gpt2 .*modelled for gemma, gemma2.* qwen3_moe: give"):
         run_of("gpt2", RunRequest(kernels="axolotl-liger"))
 
 

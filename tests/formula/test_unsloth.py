@@ -14,17 +14,16 @@ from jettison.spec.run import Run
 SEQUENCE, FFN, VOCABULARY = 1024, 14336, 128256
 
 
-def llama(kernels: str, targets: str = "all-linear", loss: str | None = None) -> Run:
+def llama(kernels: str, targets: str = "all-linear", precision: str = "bf16-pure") -> Run:
     """Llama 3 8B with adapters."""
     request = RunRequest(
         seq=SEQUENCE,
         micro_batch=2,
         lora=f"r=16,targets={targets}",
-        precision="bf16-pure",
+        precision=precision,
         kernels=kernels,
         attention="flash",
         input_gradients=True,
-        loss=loss,
     )
     return resolve(preset("llama3-8b"), request).run
 
@@ -40,14 +39,21 @@ def test_a_layer_keeps_what_its_ops_read(targets: str, wide: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "kept", "highest"), [("unsloth", 2, 2), ("foak", 4, 10), ("huggingface-4.48", 4, 14)]
+    ("kernels", "precision", "kept", "highest"),
+    [
+        ("unsloth", "bf16-pure", 2, 2),
+        ("unsloth", "bf16-autocast", 2, 6),
+        ("foak", "bf16-pure", 4, 10),
+        ("huggingface-4.48", "bf16-pure", 4, 14),
+    ],
 )
-def test_bytes_of_a_logit(kernels: str, kept: int, highest: int) -> None:
-    """Of 16 bits in place; of fp32, whose copy is kept, beside those that are copied and the model's own; and with the
-    log-softmax that torch has.
+def test_bytes_of_a_logit(kernels: str, precision: str, kept: int, highest: int) -> None:
+    """Of 16 bits in place, which accelerate returns in fp32 under autocast; of fp32, whose copy is kept, beside those
+    that are copied and the model's own; and with the log-softmax that torch has.
     """
-    region = head_region(llama(kernels).signature)
+    run = llama(kernels, precision=precision)
+    region = head_region(run.signature)
     logits = 2 * SEQUENCE * VOCABULARY
     assert region.saved_bytes / logits == pytest.approx(kept, rel=0.05)
-    passes = replay(region, frozenset(region.program.saved_buffers()), llama(kernels).gradient_rule)
+    passes = replay(region, frozenset(region.program.saved_buffers()), run.gradient_rule)
     assert passes.forward_peak / logits == pytest.approx(highest, abs=0.3)

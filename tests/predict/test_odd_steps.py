@@ -38,7 +38,8 @@ ALL = {**FAMILIES, **ENCODERS, **MTP_FULL, **MORE, "bloom": BLOOM}
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One of them. ``loop``: "own", the model's loss; "logits", one worked out of them; "held", they stay."""
+    """One of them. ``loop``: "own", the model's loss; "logits", one worked out of them in fp32; "uncast", in their
+    dtype; "held", they stay."""
 
     family: str
     batch: int = 2
@@ -66,7 +67,7 @@ class Step:
         run = run_of(self.case)
         word = self.recompute
         recompute = Recompute(mode=Mode.PARTS) if word == "parts" else Recompute.parse(word, layers=run.model.depth)
-        loss = run.kernels.loss if self.loop == "own" else Loss.IN_LOOP
+        loss = {"own": run.kernels.loss, "uncast": Loss.UNCAST}.get(self.loop, Loss.IN_LOOP)
         return forecast(
             replace(
                 run,
@@ -123,7 +124,9 @@ class Step:
                 given |= {"decoder_input_ids": batch["labels"]} if self.family in STACKS else {}
                 if self.loop == "held":
                     out = model(**given)
-                loss = loss_of(model(**given).logits if out is None else out.logits, batch["labels"])
+                logits = model(**given).logits if out is None else out.logits
+                loss = loss_of(logits, batch["labels"], cast=self.loop != "uncast")
+                del logits
         loss.backward()
         del out
 
@@ -147,6 +150,8 @@ OWN = [
     Step(family="mt5", batch=8, precision="bf16-autocast", loop="held"),
     Step(family="bart", batch=8, precision="bf16-pure"),
     Step(family="bert", batch=8, seq=32, precision="bf16-pure"),
+    Step(family="llama", batch=8, precision="bf16-pure", vocabulary=2000, loop="uncast"),
+    Step(family="llama", batch=8, precision="bf16-autocast", vocabulary=2000, loop="uncast"),
     Step(family="llama", batch=8, precision="bf16-autocast", loop="own", attention="eager"),
 ]
 

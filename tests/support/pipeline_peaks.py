@@ -130,10 +130,11 @@ def chunks_of(case: Stages, rank: int, ranks: int, kind: type[C]) -> Iterator[tu
         yield place, made
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """As transformers has it."""
+def loss_of(logits: Tensor, labels: Tensor, *, cast: bool = True) -> Tensor:
+    """As transformers has it, or without its cast to fp32."""
     moved = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return nn.functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), moved.view(-1), ignore_index=-100)
+    wide = logits.float() if cast else logits
+    return nn.functional.cross_entropy(wide.view(-1, wide.shape[-1]), moved.view(-1), ignore_index=-100)
 
 
 class Counted:

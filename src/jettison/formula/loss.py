@@ -79,7 +79,7 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
     if w.kernels.biased_logits and w.run.precision.casts:  # modeling_bart.py: lm_logits + self.final_logits_bias
         logits = cast(w, logits, "float32")
     w.tape.returned.append(logits)
-    outside = w.kernels.loss is Loss.IN_LOOP
+    outside = w.kernels.loss.in_loop
     if outside:
         w.tape.name(*named)
     loss = _LOSSES[w.kernels.loss](w, logits, _labels(w))
@@ -167,7 +167,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     returned it; since then a function holds it (``loss/loss_utils.py``), while the model holds the 16-bit logits.
     """
     logits = _gathered(w, logits)
-    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 and w.kernels.loss is not Loss.UNCAST else logits
     wide, labels, named = _without_last(w, logits, wide, labels)
     widens = w.run.precision.casts or _autocast_loss(w) or w.kernels.loss is Loss.IN_LOOP
     wide = cast(w, wide, "float32") if widens else wide
@@ -283,6 +283,8 @@ def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
 
     unslothai/unsloth, ``unsloth/kernels/cross_entropy_loss.py``, ``Fast_CrossEntropyLoss``. fms-acceleration runs it
     after the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
+    Under autocast accelerate returns an fp32 copy of the logits (``utils/operations.py``, ``convert_outputs_to_fp32``),
+    which other losses' own copies exceed.
     """
     wide = cast(w, logits, "float32") if w.kernels.copied_logits and w.kernels.loss_float32 else logits
     wide, labels, named = _without_last(w, logits, wide, labels)
@@ -291,6 +293,8 @@ def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
     kept = [Saved(wide, "logits"), Saved(labels, "labels"), Saved(row, "softmax statistics")]
     w.tape.record("in_place_cross_entropy", [wide, labels], [loss, row], saves=kept, in_place=True)
     w.tape.name(*named)
+    if w.kernels.loss_float32 and (w.run.precision.casts or _autocast_loss(w)):
+        cast(w, _unread(logits), "float32")
     return loss
 
 
@@ -331,6 +335,7 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
     {
         Loss.UPCAST: _upcast,
         Loss.IN_LOOP: _upcast,
+        Loss.UNCAST: _upcast,
         Loss.CHUNKED_CE: _rows,
         Loss.VOCAB_PARALLEL: _over_shards,
         Loss.SHARDED: _over_shards,

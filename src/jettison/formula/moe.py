@@ -88,8 +88,9 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             if w.kernels.looped_experts and w.run.layout.ep == 1:
                 out = looped_experts(w, tokens, weights, choice, spec)
             else:
+                fused = w.kernels.fused_experts and w.run.layout.ep == w.tp == 1
                 with w.tape.scope("experts"):
-                    out = _experts(w, tokens, weights, choice, spec)
+                    out = (_fused_experts if fused else _experts)(w, tokens, weights, choice, spec)
         out = w.tape.view(out, (*whole.shape[:2], out.shape[1]), whole.places)
         out = out if sharded else leave(w, out)
         out = linear(w, out, hidden, "latent_out", bias=False) if spec.latent else out
@@ -159,6 +160,32 @@ def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe)
     out = unpadded(w, _product(w, hidden, tokens.shape[1], "down", order, spec, split="row"), arrived)
     out = _return(w, out, order, tokens.places, spec.top_k)
     return _combined(w, out, scores, order, tokens)
+
+
+def _fused_experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
+    """T × h by one function: Liger-Kernel (ead96b6), ``ops/fused_moe.py``, ``LigerFusedMoEFunction``.
+
+    Forward gathers tokens in its kernels, and has the activation and N outputs until it returns. Backward has gradients
+    of both halves, the weighted activation and gradients of N tokens at once, and makes those of all weights, frozen
+    ones included.
+    """
+    rows, hidden = choice.shape[0] * choice.shape[1], tokens.shape[1]
+    with w.tape.scope("gate_up"):
+        gate_up = w.parameter("weight", spec.experts, 2 * spec.ffn, hidden, split=1, expert=True, gemm=True)
+    with w.tape.scope("down"):
+        down = w.parameter("weight", spec.experts, hidden, spec.ffn, split=2, expert=True, gemm=True)
+    out = w.tape.empty(tokens.shape, w.compute, tokens.places, grad=True)
+    joint, inner, outputs = (
+        w.tape.empty((rows, width), w.compute, tokens.places) for width in (2 * spec.ffn, spec.ffn, hidden)
+    )
+    order = [w.tape.empty((rows,), "int32", tokens.places) for _ in range(3)]
+    kept = [Saved(tokens, "linear input"), Saved(joint, "activation input"), Saved(weights, SCORES[1])]
+    kept += [Saved(each, ORDER) for each in order]
+    made, flops = [out, joint, inner, outputs, *order], 2 * rows * 3 * spec.ffn * hidden
+    given, both = [tokens, weights, choice], [gate_up, down]
+    workspace = joint.nbytes + inner.nbytes + outputs.nbytes + sum(each.nbytes for each in both if each.frozen)
+    w.tape.record("fused_experts", given, made, saves=kept, weights=both, flops=flops, workspace=workspace)
+    return out
 
 
 def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _TokenOrder:

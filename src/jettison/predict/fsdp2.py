@@ -86,7 +86,7 @@ from jettison.formula.static import Static, declared, static, together
 from jettison.memory.stage_unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, named_frames, named_passes, passes_of
-from jettison.spec.kernels import Device, Loss
+from jettison.spec.kernels import Device
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
@@ -393,7 +393,7 @@ class _Sharded:
         outer = chunk.outer if head else 0  # weights of the ends in the root group
         flat = layout.flat_parameters
         lingering = before.static.gathered if outer and before is not None and not flat else 0
-        within = run.kernels.model_code and run.kernels.loss is not Loss.IN_LOOP  # the model's own loss
+        within = run.kernels.model_code and not run.kernels.loss.in_loop  # the model's own loss
         freed = outer if layout.reshard is Reshard.ALWAYS and not within and not flat else 0
         waiting = 0 if behind is None or not self.reduces else behind.static.reduced
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered

@@ -49,7 +49,7 @@ from jettison.predict.stages import (
     passes_of,
     sent_by,
 )
-from jettison.spec.kernels import AttentionKernel, Documents, Loss
+from jettison.spec.kernels import AttentionKernel, Documents
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode
@@ -476,7 +476,7 @@ def _given_bytes(run: Run, layer: Layer) -> int:
 
 def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
     """Free the head's input after the final norm, or after the model returned."""
-    outside = run.kernels.loss is Loss.IN_LOOP
+    outside = run.kernels.loss.in_loop
     if not outside and run.model.final_norm is None:
         return made
     part = groups[-1].part

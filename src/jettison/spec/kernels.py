@@ -37,6 +37,7 @@ class Loss(StrEnum):
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
     IN_LOOP = "in-loop"  # the same in the training loop, on the logits that the model returned, in fp32
+    UNCAST = "uncast"  # the same in the dtype of logits, unless autocast casts them
     CHUNKED_CE = "chunked-cross-entropy"  # over chunks of rows, gradients overwrite the fp32 logits: `auto_checkpoint`
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
     SHARDED = "sharded"  # nanotron's: the same in a second copy, while the caller keeps its fp32 logits
@@ -50,6 +51,11 @@ class Loss(StrEnum):
     CHUNKED_OUTPUT = "chunked-output"  # the same, but all 16-bit logits are saved: torchtune's CEWithChunkedOutputLoss
     TILED = "tiled"  # log-probabilities of tiles of logits, recomputed in backward: TRL's trainers
     DPO = "dpo"  # the same for chosen and rejected sequences
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether the training loop computes it, from what the model returned."""
+        return self in (Loss.IN_LOOP, Loss.UNCAST)
 
     @property
     def computes_head(self) -> bool:
@@ -175,6 +181,7 @@ class ExpertChoices:
     deterministic: bool = False  # ``index_add_`` sums expert outputs, and saves them: ``--deterministic-mode``
     every_token: bool = False  # each expert computes all tokens, with weight 0 if not selected, unless ep > 1
     looped_experts: bool = False  # a loop with separate gate and up, which saves outputs and row indices, unless ep > 1
+    fused_experts: bool = False  # one function for all of an expert, which saves tokens and halves, unless ep or tp > 1
     sequential_experts: bool = False  # one expert after the other, each with GEMMs of its own
     router_outside_autocast: bool = False  # the router's GEMM runs outside autocast
     router_float32: bool = False  # the router's input and weight are cast to fp32
