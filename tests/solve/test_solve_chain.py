@@ -94,6 +94,15 @@ def test_equal_regions_have_each_option_in_one_run(problem: StepProblem, data: s
     assert solution.levels == evaluate(problem, solution.choice)
 
 
+def test_calls_of_one_block_that_have_options_of_their_own_stay_as_they_are() -> None:
+    """A discriminator that is called with its parameters frozen, then trained: two programs under one class."""
+    problem, other = small_problem(), dataclasses.replace(DROP, key="keep-1")
+    regions = [dataclasses.replace(problem.regions[r % 2], options=(KEEP, (DROP, other)[r % 2])) for r in range(4)]
+    problem = dataclasses.replace(problem, regions=tuple(regions), root=(quiet_root(4),), segments=())
+    choice = Choice(root="none", regions=(DROP.key, KEEP.key, DROP.key, other.key))
+    assert in_runs(problem, choice, lambda one: evaluate(problem, one).peak_bytes) == choice
+
+
 @settings(max_examples=100, deadline=None)
 @given(step_problems(), st.integers(0, 200), st.lists(st.floats(0, 1e10), min_size=6, max_size=6))
 def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multipliers: list[float]) -> None:

@@ -120,9 +120,12 @@ def in_runs(problem: StepProblem, choice: Choice, peak: Peak) -> Choice:
 
 
 def _placed(problem: StepProblem, root: str, units: Sequence[_Unit]) -> Choice | None:
-    """The choice whose regions each have the first unit left for their class; None if a segment is not offered."""
+    """The choice whose regions each have the first unit left for their class; None if one of them is not offered there,
+    as where calls of one block have options of their own.
+    """
     classes, left = tuple(region.class_key for region in problem.regions), list(units)
     offered = {(s.start, s.stop, s.key) for s in problem.segments}
+    offered |= {(n, n + 1, o.key) for n, region in enumerate(problem.regions) for o in region.options}
     regions, segments = list[str](), list[tuple[int, int]]()
     while left:
         at = len(regions)
@@ -132,10 +135,10 @@ def _placed(problem: StepProblem, root: str, units: Sequence[_Unit]) -> Choice |
         left.remove(unit)
         covered, key, is_segment = unit
         regions += [key] * len(covered)
+        if (at, len(regions), key) not in offered:
+            return None
         if is_segment:
             segments.append((at, len(regions)))
-            if (*segments[-1], key) not in offered:
-                return None
     return Choice(root=root, regions=tuple(regions), segments=tuple(segments))
 
 
