@@ -483,6 +483,19 @@ def test_a_plan_is_written_back_into_a_script(tmp_path: Path, capsys: pytest.Cap
     assert forecast(again).peak_bytes <= (whole + least) // 2
 
 
+def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.sh"
+    large = {"num-layers": 8, "hidden-size": 8192, "num-attention-heads": 64}
+    large |= {"seq-length": 8192, "max-position-embeddings": 8192}
+    full = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    tp = {"tensor-model-parallel-size": 8, "sequence-parallel": True}
+    file.write_text(f"python pretrain_gpt.py {text_of({**SMALL, **large, **full, **tp})}\n")
+    assert jettison(["plan", "--from", str(file), "--gpus", "8", "--gpu", "h100-80gb", "--write"]) == 0, capsys.readouterr().err
+    text = (tmp_path / "run.planned.sh").read_text()
+    assert "recompute" not in text
+    assert "offload" not in text
+
+
 # Megatron-Bridge, and --yaml-cfg --------------------------------------------------------------------------------------
 
 BRIDGE = """

@@ -13,7 +13,7 @@ from benchmarks import accuracy, ranges
 from benchmarks.ranges import Row, ordered, pool, quantile, shares, stated
 
 from jettison.cli.main import run as run_command
-from jettison.core.units import GIB
+from jettison.core.units import GIB, format_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.optimizer_state import segments_after_update
 from jettison.predict.ranges import (
@@ -299,6 +299,16 @@ def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
     run = run_of("gpt2", RunRequest())
     found = figures(replace(run, kernels=run.kernels.on_cpu()), GIB)
     assert found.allocated == found.reserved == found.device
+
+
+def test_needs_name_the_low_end_of_the_verdict() -> None:
+    """Cached blocks that can be freed are in the range of device bytes, but no reason for *does not fit*."""
+    run = run_of("qwen2.5-7b", RunRequest(like="huggingface", micro_batch=4, recompute="full"))
+    found, spared = figures(run, 20 * GIB), figures(replace(run, kernels=run.kernels.on_cpu()), 20 * GIB)
+    assert found.verdict(usable_bytes=round(found.least) + 1) is FitVerdict.CLOSE
+    assert f"or at least {format_bytes(round(found.least))} where" in found.needs
+    assert found.least < found.device.low
+    assert "at least" not in spared.needs
 
 
 def test_verdicts_are_of_both_limits() -> None:

@@ -1,8 +1,8 @@
 """Write the recomputation settings nearest to a plan into a framework's own file, and leave the rest unchanged.
 
-The fastest settings that fit are written; among those within one per cent of it the file's own, else those with most
-free memory. Only these keys of the text change; it is then read back and must give the chosen settings. `README.md` of
-this folder says how ``[[writes]]`` of ``read.toml`` describes them.
+The fastest settings that fit are written; among those within 1 % of it the file's own, else those that offload nothing,
+else those with most free memory. Only these keys change; the text is then read back and must give the chosen settings.
+`README.md` of this folder says how ``[[writes]]`` of ``read.toml`` describes them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def write_back(
         for took, one in timed
         if took <= (1 + ALIKE) * fastest
     ]
-    changed, took, best = min(alike, key=lambda row: (bool(row[0]), bool(row[2].request.offload), row[2].peak_bytes))
+    changed, took, best = min(alike, key=lambda row: (bool(row[0]), row[2].run.recompute.to_host, row[2].peak_bytes))
     text = edited(file, changed)
     _check(text, found, best.request, others, changed)
     decided = {name: getattr(best.request, name) for name in DECIDED}

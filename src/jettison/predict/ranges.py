@@ -130,8 +130,10 @@ class RunFigures:
 
     @property
     def needs(self) -> str:
-        """Text of the device bytes, for messages."""
-        return self.device.words(_bytes) + (ON_HOST if self.device is self.allocated else NAMES["device"])
+        """Text of the device bytes, for messages; with `least` where the verdict may depend on it."""
+        freed = f", or at least {_bytes(self.least)} where the caching allocator frees its unused blocks"
+        text = self.device.words(_bytes) + (ON_HOST if self.device is self.allocated else NAMES["device"])
+        return text + freed * (self.least < self.device.low)
 
     def document(self) -> dict[str, Any]:
         """JSON document; on CPU all three ranges are equal."""
@@ -140,11 +142,9 @@ class RunFigures:
 
     def verdict(self, *, usable_bytes: int | None = None, budget_bytes: int | None = None) -> FitVerdict:
         """Worse verdict of device bytes against usable memory, and allocated bytes against a budget."""
-        found = [FitVerdict.FITS]
-        if usable_bytes is not None:
-            found.append(replace(self.device, low=self.least).within(usable_bytes))
-        found += [] if budget_bytes is None else [self.allocated.within(budget_bytes)]
-        return max(found, key=list(FitVerdict).index)
+        limits = ((replace(self.device, low=self.least), usable_bytes), (self.allocated, budget_bytes))
+        found = [size.within(limit) for size, limit in limits if limit is not None]
+        return max((FitVerdict.FITS, *found), key=list(FitVerdict).index)
 
 
 def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds: float | None = None) -> RunFigures:
