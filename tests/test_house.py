@@ -7,8 +7,8 @@ import pytest
 
 from support import house
 
-MOST_LINES = 92_297
-MOST_FILES = 329
+MOST_LINES = 92_296
+MOST_FILES = 330
 MOST_LINES_OF = {("predict", "memory"): 5_497}
 ROOT = Path(__file__).parents[1]
 DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"

@@ -490,7 +490,8 @@ def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path, capsys: pyte
     full = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     tp = {"tensor-model-parallel-size": 8, "sequence-parallel": True}
     file.write_text(f"python pretrain_gpt.py {text_of({**SMALL, **large, **full, **tp})}\n")
-    assert jettison(["plan", "--from", str(file), "--gpus", "8", "--gpu", "h100-80gb", "--write"]) == 0, capsys.readouterr().err
+    plan = ["plan", "--from", str(file), "--gpus", "8", "--gpu", "h100-80gb", "--write"]
+    assert jettison(plan) == 0, capsys.readouterr().err
     text = (tmp_path / "run.planned.sh").read_text()
     assert "recompute" not in text
     assert "offload" not in text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jettison
+from jettison.cli.from_file import said
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import MOST_KEYS, read_config_file
@@ -44,15 +45,22 @@ def titan(tmp_path: Path) -> Path:
 
 def test_a_file_is_the_command_that_it_prints(titan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "--from", str(titan), "--gpus", "8", "--format", "json", "--no-entries"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     command = found["from"]["command"]
-    assert f"the same as: {command}" in said.err
+    assert f"the same as: {command}" in printed.err
     assert run([*command.split()[1:], "--format", "json", "--no-entries"]) == 0
     typed = json.loads(capsys.readouterr().out)
     assert typed.pop("from") is None
     assert found.pop("from")["framework"] == "torchtitan"
     assert found == typed
+
+
+def test_settings_that_a_verb_decides_are_marked(titan: Path) -> None:
+    found = read_run(titan, gpus=8)
+    marked = [line for line in said(found, "plan", replace(found.request, recompute=None)) if "not used" in line]
+    assert marked == ["  --recompute full (not used: plan decides)  from  activation_checkpoint.mode = full"]
+    assert not any("not used" in line for line in said(found, "ledger", found.request))
 
 
 def test_flags_count_before_the_file_and_sizes_follow_them(titan: Path) -> None:

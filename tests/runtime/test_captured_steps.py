@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.core.errors import UsageError, WrongValue
+from jettison.runtime import cuda_graphs, recompute_code, witness
 from jettison.runtime import device as devices
-from jettison.runtime import recompute_code, witness
 from silent.kit import rows, stack
 from support.compiled_blocks import QUIET, batch, compiled_copy, model_of
 
@@ -102,8 +102,8 @@ class CompiledGraph(Graph):
 @contextlib.contextmanager
 def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Iterator[Graph]:
     with monkeypatch.context() as patched, kind() as graph:
-        patched.setattr(devices, "is_capturing", lambda: True)
-        for module in ("planned", "without_recipe", "recompute_code"):
+        patched.setattr(cuda_graphs, "is_capturing", lambda: True)
+        for module in ("device", "planned", "without_recipe", "recompute_code"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
         patched.setattr("jettison.planner.batches.is_capturing", lambda: True)
         yield graph

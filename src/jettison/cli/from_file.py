@@ -167,12 +167,12 @@ def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
 
 def said(found: RunFile, verb: str, request: Any) -> list[str]:
     """Return the equivalent command, the keys that were read and those that were not, as lines."""
-    lines = [f"{found.path}: {found.says}; the same as: {found.command(verb, request)}"]
-    became: dict[str, list[str]] = {}
-    for key in found.used:
-        if key.why:
-            became.setdefault(key.why, []).append(str(key))
-    lines += [f"  {why}  from  {', '.join(keys)}" for why, keys in became.items()]
+    command = found.command(verb, request)
+    lines = [f"{found.path}: {found.says}; the same as: {command}"]
+    for why in dict.fromkeys(key.why for key in found.used if key.why):
+        keys = ", ".join(str(key) for key in found.used if key.why == why)
+        decided = why.startswith("--") and f" {why.split()[0].rstrip(',')} " not in f"{command} "
+        lines.append(f"  {why}{f' (not used: {verb} decides)' * decided}  from  {keys}")
     lines += [f"not read, though it may change memory or time: {key} ({key.why})" for key in found.unread]
     if found.ignored:
         many = len(found.ignored) > 1

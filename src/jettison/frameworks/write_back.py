@@ -90,7 +90,8 @@ def write_back(
     file = read_config_file(found.path)
     asked = {key for row in found.writes for section in ("if", "unless") for key in row.get(section, ())}
     values = {key: file.values[said] for key in asked if (said := found.written(key)) in file.values}
-    rows = [row for row in found.writes if _counts(row, values)]
+    there = values.keys()
+    rows = [row for row in found.writes if there >= {*row.get("if", ())} and there.isdisjoint(row.get("unless", ()))]
     if not rows:
         other = found.by_hand or "jettison export may"
         raise UsageError(f"{found.says} has no recomputation settings that can be written back; {other}")
@@ -135,10 +136,6 @@ def write_back(
             budget_bytes=None if limit is None else limit.budget_bytes,
         ),
     )
-
-
-def _counts(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    return all(key in values for key in row.get("if", ())) and not any(key in values for key in row.get("unless", ()))
 
 
 def _copied(value: Any, values: Mapping[str, Any]) -> Any:

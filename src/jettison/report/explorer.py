@@ -125,15 +125,11 @@ def explorer_page(
     """
     scripts = list(dict.fromkeys(script for panel in panels for script in (*panel.needs, panel.script)))
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}
+    left_out = (f"\n\n{one.label}: {text}." for one in page_models(models) for text in one.model.left_out)
     return page(
         "Activation memory, explored",
-        intro=INTRO.rstrip() + (SERVED if served else ALONE) + _left_out(models),
+        intro=INTRO.rstrip() + (SERVED if served else ALONE) + "".join(left_out),
         scripts=[*scripts, "kit/toc.js"],
         data=built(builders, models, jobs=jobs, progress=progress),
         served=served,
     )
-
-
-def _left_out(models: Sequence[str]) -> str:
-    """Parts of models that none of the figures has, a paragraph each."""
-    return "".join(f"\n\n{one.label}: {text}." for one in page_models(models) for text in one.model.left_out)

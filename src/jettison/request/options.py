@@ -204,7 +204,7 @@ class RunRequest(CommonRequest):
 
     Recompute and offload:
         recompute: none, selective, full, auto, ... (`jettison list policies`) [default: none].
-        offload: Offload saved activations to CPU until backward.
+        offload: Offload saved activations to CPU until backward [default: no, but `plan --gpu` may].
 
     Parallelism details:
         sp: Sequence parallelism with tensor parallelism [default: where --tp is above 1].

@@ -30,7 +30,7 @@ from jettison.capture.trees import tree_leaves
 from jettison.core.errors import warn
 from jettison.core.units import format_bytes
 from jettison.runtime.callers import argument_of
-from jettison.runtime.device import is_capturing
+from jettison.runtime.cuda_graphs import is_capturing
 from jettison.runtime.graph_fingerprint import nodes_behind
 
 Unpack = Callable[[Any], Tensor]

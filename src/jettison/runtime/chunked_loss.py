@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.core.objects import swapped
-from jettison.runtime.device import refuse_capture
+from jettison.runtime.cuda_graphs import refuse_capture
 
 aten = torch.ops.aten
 

@@ -32,7 +32,7 @@ from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.ledger.program import Program
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
-from jettison.runtime.device import refuse_capture
+from jettison.runtime.cuda_graphs import refuse_capture
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload import Group
 from jettison.runtime.planned import PlannedForward, RegionReport

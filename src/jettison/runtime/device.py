@@ -1,16 +1,6 @@
-"""Devices that tensors are offloaded from: streams, events, their memory, pinned CPU memory; and CUDA graph capture.
+"""Devices that tensors are offloaded from: streams, events, their memory, and pinned CPU memory.
 
 `Accelerator` is for `torch.accelerator`'s devices (CUDA, ROCm, XPU, others with streams), `OnHost` for the CPU.
-
-NOTE [ Captured steps ]
-Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that were captured. Of a planned step after
-its warm-up, forward, recomputation and comparisons are all in the graph, and nothing synchronizes.
-
-- Work that Python does once (a plan for another batch, a recording, a first checked run) is not part of a step: a
-  capture that needs it is refused, and so is one that moves tensors to the CPU.
-- Random states: `torch.cuda.get_rng_state` and `set_rng_state` work under capture. They read and set the offset within
-  the graph, to which each replay adds the generator's own. Forward and recomputation have to be in one graph.
-- Differences set a flag on the device, which lives outside of the graph: see `witness.tell_replays`.
 """
 
 from __future__ import annotations
@@ -25,6 +15,7 @@ import torch
 from torch import Tensor
 
 from jettison.core.errors import UsageError
+from jettison.runtime.cuda_graphs import is_capturing
 
 Stream = Any
 """An order of work on the device; equal to itself alone."""
@@ -53,20 +44,6 @@ def power_of_two(nbytes: int) -> int:
 def rounding_of(place: torch.device) -> Callable[[int], int]:
     """Round-up of pinned memory for a device."""
     return whole_pages if place.type == "cpu" else power_of_two
-
-
-def is_capturing() -> bool:
-    """Whether ops are being captured into a CUDA graph instead of running. See NOTE [ Captured steps ]."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(why: str) -> None:
-    """Raise `UsageError` while a CUDA graph is being captured: a replay would not repeat the work that follows."""
-    if is_capturing():
-        raise UsageError(
-            f"a CUDA graph is being captured, and {why}, which a replay would not repeat. Run three training steps on "
-            "the same shapes and settings before the capture"
-        )
 
 
 class StreamDevice:

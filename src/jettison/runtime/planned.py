@@ -42,7 +42,7 @@ from jettison.runtime.callers import (
     whose_copy,
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.device import is_capturing, refuse_capture
+from jettison.runtime.cuda_graphs import is_capturing, refuse_capture
 from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine

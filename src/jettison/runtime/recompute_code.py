@@ -34,7 +34,7 @@ from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import UsageError
-from jettison.runtime.device import is_capturing
+from jettison.runtime.cuda_graphs import is_capturing
 from jettison.runtime.offload import stale
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 from jettison.runtime.views import in_a_copy, view_of

@@ -39,7 +39,7 @@ from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, st
 from jettison.capture.tracer import VALUES_WANTED, trace_region, trace_root
 from jettison.core.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
-from jettison.runtime.device import refuse_capture
+from jettison.runtime.cuda_graphs import refuse_capture
 from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.handles import Handle
 from jettison.runtime.offload import Group

@@ -51,7 +51,7 @@ from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.core.objects import Entry, swapped_entries
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.device import is_capturing
+from jettison.runtime.cuda_graphs import is_capturing
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.moves import BufferRange, OffloadableBox

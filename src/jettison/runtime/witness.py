@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.core.errors import UsageError, WrongValue
-from jettison.runtime import device as devices
+from jettison.runtime import cuda_graphs
 
 numpy: Any
 try:
@@ -369,7 +369,7 @@ def settle(waiting: PendingSamples) -> None:
     """
     looks = list(waiting)
     waiting.clear()
-    if devices.is_capturing():
+    if cuda_graphs.is_capturing():
         _compare_in_graph(looks)
     elif _any_difference(looks):
         for witness, found, rounded, describe in looks:
@@ -431,7 +431,7 @@ def _compare_in_graph(looks: list[Look]) -> None:
     for (device, _, count, exact), before_all, after_all in kinds:
         flag = _flags.get(device)
         if flag is None:
-            devices.refuse_capture("no backward of a planned step has run before")
+            cuda_graphs.refuse_capture("no backward of a planned step has run before")
             raise AssertionError
         first, second = torch.stack(before_all), torch.stack(after_all)
         if count:
@@ -443,7 +443,7 @@ def _compare_in_graph(looks: list[Look]) -> None:
 def tell_replays() -> None:
     """Read the flags of captured steps, which synchronizes. Raise `WrongValue` if a replay recomputed a wrong value."""
     for flag in _flags.values():
-        if flag.captured and not devices.is_capturing() and bool(flag.is_wrong):
+        if flag.captured and not cuda_graphs.is_capturing() and bool(flag.is_wrong):
             flag.is_wrong.zero_()
             raise WrongValue(
                 "a replayed CUDA graph of a planned step recomputed a saved tensor that is not what its forward had: "

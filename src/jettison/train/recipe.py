@@ -169,8 +169,9 @@ class LayoutSection(RecipeSection):
         inner = self.cp * self.tp * self.pp
         dp = max(1, ranks // inner) if self.dp is None else self.dp
         if dp * inner != ranks:
+            found = "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
             raise UsageError(
-                f"layout: {self._product(dp)} = {dp * inner}, but {_counted(ranks)}; start as many "
+                f"layout: {self._product(dp)} = {dp * inner}, but {found}; start as many "
                 "with torchrun --nproc-per-node, or change the layout"
             )
         alike = {name: getattr(self, name) for name in ("zero", "tp", "cp", "pp", "virtual_stages", "stage_layers")}
@@ -441,10 +442,6 @@ class TrainRecipe(RecipeSection):
         positions = self.model.positions
         if positions is not None and self.batch.seq > positions:
             raise UsageError(f"batch.seq: got {self.batch.seq}; expected at most model.positions, {positions}")
-
-
-def _counted(ranks: int) -> str:
-    return "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
 
 
 # reading a recipe ---------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
         if asked in ("float32", "fp32") or (wide and not mixed):
             keys.refuse(
                 "load_in_4bit",
-                "without dtype = bfloat16 TRL's matmuls with 4-bit weights run in fp32, which is not modelled",
+                "set dtype = bfloat16, or TRL's matmuls with 4-bit weights run in fp32, which is not modelled",
             )
 
 
