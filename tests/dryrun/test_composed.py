@@ -198,7 +198,7 @@ def test_gradients_that_others_hold_are_what_they_are_in_the_step(how: str) -> N
 
 def test_blocks_that_hold_one_input_together_are_dry_run_whole():
     planner = masked()
-    run = next(s for s in planner.problem.segments if (s.start, s.stop) == (1, 3))
+    run = next(s for s in planner.options.problem.segments if (s.start, s.stop) == (1, 3))
     keys = ["none", run.key, run.key, *["none"] * (LAYERS - 3)]
     part = planner.part(Choice(root=list(planner.options.root_points)[-1], regions=tuple(keys), segments=((1, 3),)))
     assert not assert_equal(planner, part)

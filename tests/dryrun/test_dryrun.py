@@ -177,8 +177,8 @@ def planner_of(family: str = "llama") -> Planner:
 def test_levels_agree_with_the_rehearsal(family: str) -> None:
     """The solver adds up blocks that were dry-run alone; the whole step's dry run knows better, but not by much."""
     planner = planner_of(family)
-    problem = planner.problem
-    lowest, highest = least_of(walks(problem)), planner.baseline.peak_bytes
+    problem = planner.options.problem
+    lowest, highest = least_of(walks(problem)), planner.options.baseline.peak_bytes
     for share in (0.0, 0.5, 1.0):
         solution = choose(problem, lowest + round((highest - lowest) * share))
         levels = evaluate(problem, solution.choice)
@@ -190,14 +190,14 @@ def test_levels_agree_with_the_rehearsal(family: str) -> None:
 @pytest.mark.parametrize("segments", [((1, 4),), ((0, 2), (2, 4))])
 def test_levels_of_segments_agree_with_the_rehearsal(segments: tuple[tuple[int, int], ...]) -> None:
     planner = planner_of()
-    smallest = planner.problem.regions[0].options[0].key
+    smallest = planner.options.problem.regions[0].options[0].key
     inside = {r for start, stop in segments for r in range(start, stop)}
     choice = Choice(
-        root=planner.problem.root[-1].key,
+        root=planner.options.problem.root[-1].key,
         regions=tuple("segment" if r in inside else smallest for r in range(LAYERS)),
         segments=segments,
     )
-    levels = evaluate(planner.problem, choice)
+    levels = evaluate(planner.options.problem, choice)
     step = planner.candidate(replace(planner.smallest.solution, choice=choice)).step
     assert levels.peak_bytes == pytest.approx(step.peak_bytes, rel=SUM_RELATIVE), (levels.peak, step)
 

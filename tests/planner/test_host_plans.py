@@ -192,9 +192,9 @@ def test_what_copies_hide_behind() -> None:
     """A pass of the next block; of several forwards in flight the host has all bytes."""
     traced = trace_model(line(), seeded(ROWS, WIDTH))
     planner = make_planner(traced, host=host_of(True, None, linked(), CPU))
-    for region in planner.problem.regions:
+    for region in planner.options.problem.regions:
         assert region.backward_seconds == 2 * region.forward_seconds > 0
-    assert {region.copies for region in _times(planner.problem, 3).regions} == {3}
+    assert {region.copies for region in _times(planner.options.problem, 3).regions} == {3}
 
 
 # the host's memory ----------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_blocks_that_are_called_twice_and_the_last_one_send_nothing() -> None:
     traced = trace_model(Twice(), seeded(ROWS, WIDTH), regions=[f"layers.{i}" for i in range(3)])
     assert frozenset().union(*(movable(traced, key) for key in traced.classes)) == {"layers.1"}
     host = host_of(True, None, linked(), CPU)
-    problem = make_planner(traced, host=host).problem
+    problem = make_planner(traced, host=host).options.problem
     sends = [any(option.offloaded_bytes for option in region.options) for region in problem.regions]
     assert sends == [False, False, True, False]
 

@@ -39,4 +39,4 @@ def test_blocks_are_weighed_by_what_their_ops_were_measured_to_take(monkeypatch)
     taken = sorted(point.seconds for point in points.values())
     assert taken[0] == 0.0
     assert max(taken) > 1.0, "what keeps the least computes it again"
-    assert planner.problem.plain_seconds > 4 * 1.0
+    assert planner.options.problem.plain_seconds > 4 * 1.0

@@ -154,14 +154,14 @@ def test_nothing_to_do_is_an_empty_plan_and_not_an_error(more: int) -> None:
     made = found.as_plan(found.plan(budget_bytes), budget_bytes)
     assert {entry.policy for entry in (*made.layers, made.root)} == {"none"}
     assert made.segments == () and made.predicted.overhead_fraction == 0.0
-    assert made.predicted.peak_bytes == found.baseline.peak_bytes
+    assert made.predicted.peak_bytes == found.options.baseline.peak_bytes
     assert sum(entry.recompute_flops for entry in made.layers) == 0
 
 
 def test_one_byte_less_than_plain_is_something_to_do() -> None:
     found = planner()
     chosen = found.plan(found.plain_budget_bytes - 1)
-    assert chosen.step.peak_bytes < found.baseline.peak_bytes
+    assert chosen.step.peak_bytes < found.options.baseline.peak_bytes
     assert chosen.solution.levels.seconds > 0.0
 
 
@@ -401,7 +401,7 @@ def test_blocks_that_hand_on_parts_of_one_tensor_are_recorded_once_and_rehearsed
     model, x = TwoStreams(), torch.randn(ROWS, HIDDEN)
     plain = independent_copy(model)
     found = planner_for(model, x)
-    assert found.baseline.peak_bytes == peak(independent_copy(model), x)
+    assert found.options.baseline.peak_bytes == peak(independent_copy(model), x)
     budget = found.minimum_budget_bytes
     with jettison.auto_checkpoint(model, (x,), Bytes(budget)) as handle:
         assert_same_step(model, plain, x)
@@ -474,7 +474,7 @@ def test_the_smallest_budget_is_below_checkpointing_every_block():
     with apply(model, "full", batch=(x,)):
         full = peak(model, x)
     assert found.minimum_budget_bytes < 0.95 * full
-    assert any(option.key.startswith("lean") for region in found.problem.regions for option in region.options)
+    assert any(option.key.startswith("lean") for region in found.options.problem.regions for option in region.options)
 
 
 def test_many_budgets_cost_little_more_than_one(monkeypatch):

@@ -67,6 +67,23 @@ def test_each_program_is_recorded_once_and_gradients_are_those_of_a_plain_model(
     assert counts[1:] == [counts[1]] * 7
 
 
+@pytest.mark.filterwarnings(f"ignore:.*{KNOWN}")
+def test_a_plan_made_under_another_setting_leaves_recordings_with_their_own() -> None:
+    model, twin, _ = models()
+    optimizer, x = torch.optim.SGD(model.parameters()), torch.randn(32 * ROWS, WIDTH)
+    handle = jettison.auto_checkpoint(model, (x,), "1GiB", optimizer=optimizer, loss_fn=torch.sum)
+    assert handle.batches is not None and handle.plan is not None
+    for number, name in enumerate("abaaba"):
+        if number == 2:  # a plan of its own is made when the next step begins
+            handle.batches.restrict(handle.plan.minimum_budget_bytes)
+        for one in (model, twin):
+            switch(one, name)
+            one.zero_grad()
+            one(x).sum().backward()
+        assert compare_gradients(model, twin).identical
+    assert not any(region.fallback for region in handle.report())
+
+
 def test_a_recording_that_was_wrong_is_not_known_again() -> None:
     model, _, x = models()
     handle = jettison.apply(model, "full", batch=(x,))

@@ -43,6 +43,7 @@ aten = torch.ops.aten
 _SELECT, _NONZERO, _BINCOUNT = aten.masked_select.default, aten.nonzero.default, aten.bincount.default
 _NUMBER, _EQUAL = aten._local_scalar_dense.default, aten.equal.default
 _INDEX, _RNN = aten.index.Tensor, aten.mkldnn_rnn_layer.default
+_BAGS_BACKWARD = aten._embedding_bag_backward.default
 LARGEST_RNN_BYTES = 2**28
 
 
@@ -77,7 +78,7 @@ class StepFakeMode(QuickFakeMode):
             if makes_sparse(func):
                 self.sparse = True
                 args, kwargs = with_fake_parts(args, kwargs)
-            if has_places(func) and args[9]:
+            if func is _BAGS_BACKWARD and args[9]:
                 self.sparse, args = True, with_places(args)
             if func is _INDEX:
                 args = (args[0], _places(args[1]), *args[2:])
@@ -109,7 +110,7 @@ class StepFakeMode(QuickFakeMode):
 def _is_ours_to_answer(func: Any) -> bool:
     """Whether an operator needs more than torch's fake kernel."""
     ours = func is _INDEX or func in _RULES or func in _CORRECTIONS
-    return ours or makes_sparse(func) or has_places(func)
+    return ours or makes_sparse(func) or func is _BAGS_BACKWARD
 
 
 def _is_real_view(value: Any) -> bool:
@@ -552,11 +553,6 @@ def with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not places.numel():
         places = gradient.new_empty(indices.shape, dtype=indices.dtype)
     return (gradient, _fake_indices(indices, gradient), offsets, places, *args[4:])
-
-
-def has_places(func: Any) -> bool:
-    """Whether an op is one whose arguments `with_places` changes."""
-    return func is aten._embedding_bag_backward.default
 
 
 def makes_sparse(func: Any) -> bool:

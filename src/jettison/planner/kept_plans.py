@@ -82,8 +82,10 @@ class KeptPlans:
 
     def _difference(self, kept: Mapping[str, Any], text: str) -> str:
         """The first difference; empty if there is none, and the plans are read."""
-        if why := first_difference(kept["for"], self.facts):
-            return why
+        then, now = kept["for"], self.facts
+        for name in (*now, *then):
+            if then.get(name) != now.get(name):
+                return told(name, then.get(name), now.get(name))
         try:
             plans = [Plan.from_json(text), *(Plan.from_json(json.dumps(other)) for other in kept["others"])]
         except JettisonError as error:
@@ -206,13 +208,6 @@ _DIGESTS: Final = {
     "reached": "the step, or another rank's, reaches other parameters than before",
     "levels": "the step takes other memory, op by op, than before",
 }
-
-
-def first_difference(then: Mapping[str, str], now: Facts) -> str:
-    for name in (*now, *then):
-        if then.get(name) != now.get(name):
-            return told(name, then.get(name), now.get(name))
-    return ""
 
 
 def told(name: str, then: str | None, now: str | None) -> str:

@@ -600,12 +600,11 @@ class _Planning:
         shapes = [BatchShape.of((one,)) for one in self.batches] if self.ranks.sharing.rounds else []
 
         def meet(handle: Applied, batch: Any) -> None:
-            thawed = sum(p.requires_grad for p in frozen)
-            unsharded = any(map(operator.gt, stay_unsharded(shards), whole))
+            more = sum(p.requires_grad for p in frozen) + sum(map(operator.gt, stay_unsharded(shards), whole))
             with Agreement(groups) as stages:
-                if stages.least(int(not (thawed or unsharded))):
+                if stages.least(int(not more)):
                     return
-            what = f"{thawed} more parameters trained" if thawed else "parameters unsharded after forward"
+            what = f"{more} more parameters trained or unsharded"
             own = {BatchShape.of((batch,)): batch} if shapes else {}
             batches = [batch, *(padded_batch(own, shape) for shape in shapes)]
             handle.remove()

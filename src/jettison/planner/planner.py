@@ -163,17 +163,9 @@ class Planner:
     _choices: dict[Choice, DryRunChoice] = field(default_factory=dict, init=False)
     _answers: list[DryRunChoice] = field(default_factory=list, init=False)  # answers so far
 
-    @property
-    def problem(self) -> StepProblem:
-        return self.options.problem
-
     @functools.cached_property
     def tensors(self) -> tuple[PlanTensor, ...]:
         return plan_tensors(self.trace)
-
-    @property
-    def baseline(self) -> StepPeaks:
-        return self.options.baseline
 
     def candidate(self, solution: Solution) -> DryRunChoice:
         """Dry-run a choice; each choice once."""
@@ -191,7 +183,7 @@ class Planner:
                 chosen[call.name] = self.trace.classes[call.class_key], point
         opaque = {
             c.name: next(o for o in r.options if o.key == key)
-            for c, r, key in zip(self.trace.calls, self.problem.regions, choice.regions, strict=True)
+            for c, r, key in zip(self.trace.calls, self.options.problem.regions, choice.regions, strict=True)
             if self.trace.classes[c.class_key].stood_in
         }
         return ModulePolicy(
@@ -214,7 +206,7 @@ class Planner:
 
     @functools.cached_property
     def _offer(self) -> Offer:
-        return Offer(self.problem)
+        return Offer(self.options.problem)
 
     def _least(self, offer: Offer) -> DryRunChoice:
         """The choice with the fewest bytes. Segments are not dry-run but added up, which may be too low."""
@@ -234,17 +226,17 @@ class Planner:
 
     @functools.cached_property
     def _least_untimed(self) -> DryRunChoice:
-        return self._least(Offer(untimed(self.problem)))
+        return self._least(Offer(untimed(self.options.problem)))
 
     @property
     def plain_budget_bytes(self) -> int:
-        return self.baseline.peak_bytes + UNSEEN_BYTES
+        return self.options.baseline.peak_bytes + UNSEEN_BYTES
 
     def plan(self, budget_bytes: int) -> DryRunChoice:
         """Return the fastest plan whose dry run fits. Raise `Infeasible` with the smallest plan's peak if none does."""
         if self.minimum_budget_bytes > budget_bytes:
             # no plan fits below the bytes allocated before a step
-            fewest = self._least_untimed if self.baseline.static_bytes > budget_bytes else self.smallest
+            fewest = self._least_untimed if self.options.baseline.static_bytes > budget_bytes else self.smallest
             if fewest.needs > budget_bytes:
                 raise _infeasible(budget_bytes, self.minimum_budget_bytes, fewest)
         if self.plain_budget_bytes <= budget_bytes:  # no plan is needed, whatever the rounding of the solver's sums
@@ -276,7 +268,7 @@ class Planner:
                 point = replace(point, kept_bytes=program.kept_bytes(held))
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
-        unplanned, added = self.problem.plain_seconds, found.solution.levels.seconds
+        unplanned, added = self.options.problem.plain_seconds, found.solution.levels.seconds
         return Plan(
             budget_bytes=budget_bytes,
             minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
@@ -449,7 +441,7 @@ def planner_of(
     share = None if host is None else host.shared(len(traces))
     planners = [make_planner(trace, hardware=hardware, host=share, progress=progress) for trace in traces]
     progress("choosing")
-    offers = [Offer(_times(one.problem, count)) for one, count in zip(planners, in_flight, strict=True)]
+    offers = [Offer(_times(one.options.problem, count)) for one, count in zip(planners, in_flight, strict=True)]
     return StagesPlanner(dry_step=dry_step, planners=planners, offers=offers, host=host)
 
 

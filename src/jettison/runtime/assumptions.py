@@ -152,22 +152,18 @@ class Assumptions:
                 "plan what the loop calls: auto_checkpoint(DistributedDataParallel(model), ...)",
             )
         again = "call handle.expect(batch) before each step" if self.thaws else "remove() the plan, and plan again"
-        if any(p.requires_grad for p in self.frozen):
-            thawed = [p for p in self.frozen if p.requires_grad]
-            nbytes = sum(plain(p).nbytes for p in thawed)
-            self.frozen = []  # warn once
+        if thawed := [plain(p).nbytes for p in self.frozen if p.requires_grad]:
             self._say(
                 "thawed",
-                f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
+                f"{len(thawed)} parameters ({format_bytes(sum(thawed))}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their matmuls save no inputs",
                 again,
             )
         if self.states and any(map(operator.gt, stay_unsharded(self.states), self.unsharded)):
             self._say(
                 "unsharded",
-                "FSDP's modules keep their parameters unsharded between forward and backward, which they did not when "
-                "it was planned (set_reshard_after_forward)",
-                "that they are resharded after each forward",
+                "FSDP keeps parameters unsharded between forward and backward (set_reshard_after_forward)",
+                "that they are resharded, as when it was made",
                 again,
             )
         if not self.ends and not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))):

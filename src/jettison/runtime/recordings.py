@@ -175,6 +175,8 @@ class Recordings:
         if trace.problem:
             self.give_up(key, trace.problem)
             return
+        if self.region.calls:  # what is known may be of other settings than this recording, such as another adapter
+            self.look(in_dry_run=False)
         self.guard = self.guard or ModuleGuard(self.module)
         self._precision = precision_of(self.module)
         self.late |= trace.late
