@@ -363,11 +363,6 @@ def _norm(args: Sequence[Any], _: Any, out: Any) -> Any:
     return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
 
 
-def _group_norm_backward(args: Sequence[Any], _: Any, out: Any) -> Any:
-    """The gradient has the input's type, from torch's fake kernel the weight's."""
-    return (None if out[0] is None else torch.empty_like(out[0], dtype=args[1].dtype), *out[1:])
-
-
 def _loss(args: Sequence[Any], _: Any, out: Any) -> Any:
     """The CPU returns one number on a storage with room for all terms."""
     if out.dim():
@@ -403,23 +398,25 @@ def _rnn_workspace(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
         return 0 if workspace is None else int(workspace.numel())  # none if nothing is trained
 
 
-def _rnn_backward(_: Any, __: Any, out: Any) -> Any:
-    """Torch's fake kernel gives both biases one gradient."""
-    return (*out[:4], torch.empty_like(out[3]), *out[5:]) if out[4] is out[3] else out
-
-
 _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _norm,
     aten.native_group_norm.default: _norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
+    # the gradient has the input's type, from torch's fake kernel the weight's
+    aten.native_group_norm_backward.default: lambda args, _, out: (
+        None if out[0] is None else torch.empty_like(out[0], dtype=args[1].dtype),
+        *out[1:],
+    ),
     aten.mse_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
     aten.binary_cross_entropy.default: _loss,
     aten.col2im.default: _col2im,
     _RNN: _rnn,
-    aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
+    # torch's fake kernel gives both biases one gradient
+    aten.mkldnn_rnn_layer_backward.default: lambda _, __, out: (
+        (*out[:4], torch.empty_like(out[3]), *out[5:]) if out[4] is out[3] else out
+    ),
 }
 """By operator: the result of the CPU's kernel, from (arguments, keywords, the fake kernel's result)."""
 
@@ -536,7 +533,8 @@ def _fake_indices(real: Tensor, like: Tensor) -> Tensor:
 def sparse_workspace(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes that a kernel allocates inside of a call with sparse tensors, in addition to its results."""
     if func in _ADDS and all(map(is_sparse, args[:2])) and func._schema.is_mutable:
-        return _bytes(args[0])  # its old parts, which are freed as the new ones are allocated
+        parts = (args[0]._indices(), args[0]._values())  # the old ones are freed as the new ones are allocated
+        return sum(part.untyped_storage().nbytes() for part in parts)
     if func is aten._coalesce.default:
         given: Tensor = args[0]
         flat = 0 if given.sparse_dim() == 1 else 1
@@ -558,10 +556,6 @@ def with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def makes_sparse(func: Any) -> bool:
     """Whether an op assembles parts, and allocates no memory."""
     return bool(func._schema.name.startswith(_FROM_PARTS))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return sum(part.untyped_storage().nbytes() for part in (tensor._indices(), tensor._values()))
 
 
 def _of(indices: Tensor, values: Tensor, size: Any, *, coalesced: bool) -> Tensor:

@@ -205,12 +205,10 @@ class BatchPlans:
         ]
         return sorted(found, key=lambda one: -one.steps)
 
-    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return as_call(batch) if self.step is None else ((batch,), {})
-
     def _shape(self, batch: Any, call: tuple[Any, Any] | None = None) -> BatchShape:
         """The batch's shape, and of a call in its step what decides which ops run and is not of the batch."""
-        shape = BatchShape.of(*self._arguments(batch), decisive=self._decisive)
+        arguments = as_call(batch) if self.step is None else ((batch,), {})
+        shape = BatchShape.of(*arguments, decisive=self._decisive)
         if call is None or self.step is None:
             return shape
         computed = BatchShape.of(*call, decisive=self._decisive).sizes
