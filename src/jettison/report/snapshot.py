@@ -34,7 +34,7 @@ class SnapshotReport:
         """From the first to the second."""
         if self.other is None:
             return None
-        return compare_timelines(self.snapshot.busiest.with_gradients, self.other.busiest.with_gradients)
+        return compare_snapshots(self.snapshot, self.other)
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
@@ -61,6 +61,11 @@ class SnapshotReport:
             self.difference,
             names=tuple(one.name for one in both),
         )
+
+
+def compare_snapshots(before: Snapshot, after: Snapshot) -> PeakDifference:
+    """Difference of the busiest devices' peaks, by module and role."""
+    return compare_timelines(before.busiest.with_gradients, after.busiest.with_gradients)
 
 
 def timelines_page(
