@@ -698,11 +698,7 @@ def test_modules_trained_in_full(write: Any) -> None:
         (SFT, {"num_generations": 8}, r"num_generations = 8 \(generation"),
         (SFT, {"use_peft": True, "use_dora": True}, r"use_dora = true \(DoRA"),
         (SFT, {"use_peft": True, "lora_target_modules": ["strange"]}, r"strange is no known target"),
-        (
-            SFT,
-            {"use_peft": True, "load_in_4bit": True, "dtype": None},
-            r"load_in_4bit = true \(without dtype = bfloat16",
-        ),
+        (SFT, {"use_peft": True, "load_in_4bit": True, "dtype": None}, r"load_in_4bit = true \(set dtype = bfloat16"),
         (SFT, {"gradient_checkpointing_kwargs": {"selective": True}}, "selective checkpoints of a Trainer"),
         (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
         (QLORA, {"adapter": "relora"}, r": 1 key .* is not read: adapter = relora \(expected lora"),

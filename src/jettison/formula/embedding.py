@@ -14,9 +14,9 @@ from dataclasses import replace
 from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, convolution, copy, dropout, leave, linear, scale, weight_copies
 from jettison.formula.mlp import activation
-from jettison.formula.norm import norm
+from jettison.formula.norm import norm, statistics_dtype
 from jettison.formula.tape import Places, Saved, Value, Weight, Writer
-from jettison.spec.kernels import AttentionKernel, Device
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import (
     Activation,
     Attention,
@@ -279,9 +279,8 @@ def _convolved(w: Writer, x: Value, channels: int, kernel: int, length: int, *, 
 def _channel_norm(w: Writer, x: Value) -> Value:
     """Norm of each channel over its sequence; the input and two numbers a channel are saved."""
     x = cast(w, x, "float32") if w.listed else x
-    dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
-    statistics = [w.tape.empty(x.shape[:2], dtype) for _ in range(2)]
+    statistics = [w.tape.empty(x.shape[:2], statistics_dtype(w, x)) for _ in range(2)]
     with w.tape.scope("norm"):
         weights = [w.parameter(name, x.shape[1]) for name in ("weight", "bias")]
         kept = [Saved(x, "norm input"), *(Saved(one, "norm statistics") for one in statistics)]

@@ -43,10 +43,15 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, split: bool = False, api
         return weigh(w, cast(w, normal, x.dtype), weight, "normalised input")
 
 
+def statistics_dtype(w: Writer, x: Value) -> str:
+    """Dtype of a fused norm's statistics: fp32 on CUDA, the weight's on the CPU, which is fp32 under autocast."""
+    return x.dtype if w.kernels.device is Device.CPU and not w.run.precision.casts else "float32"
+
+
 def _fused(
     w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Value | None = None, *, apiece: bool = False
 ) -> Value:
-    """One kernel: input and statistics are saved. On CUDA statistics are fp32, on CPU they have the input's dtype.
+    """One kernel: input and statistics are saved.
 
     Args:
         shifted: 1 + weight, which is saved as well.
@@ -54,8 +59,7 @@ def _fused(
     """
     if w.listed:
         x = cast(w, x, "float32")
-    of_input = w.kernels.device is Device.CPU and not w.run.precision.casts
-    dtype = x.dtype if of_input else "float32"
+    dtype = statistics_dtype(w, x)
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
     rows, places = _row_numbers(x)
