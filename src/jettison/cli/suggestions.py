@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -142,9 +143,9 @@ def _verbs() -> list[str]:
     return sorted(name for name in app if not name.startswith("-"))
 
 
-def _flags(verb: str) -> Iterator[Argument]:
-    if verb in _verbs():
-        yield from app[verb].assemble_argument_collection()
+@cache
+def _flags(verb: str) -> tuple[Argument, ...]:
+    return tuple(app[verb].assemble_argument_collection()) if verb in _verbs() else ()
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
