@@ -132,7 +132,7 @@ def product() -> list[Case]:
         for family in ("gpt2", "llama", "qwen3", "olmo2")
         for attention in ("eager", "sdpa")
         for dtype in ("float32", "bfloat16")
-        for recompute in ("none", "full", "every:2", "every:3", "selective")
+        for recompute in ("none", "full", "every:2", "every:3", "every:4", "selective")
         for micro_batches in (1, 2, 3)
         if (attention, recompute) != ("sdpa", "selective")  # a policy that saves nothing there
     ]

@@ -48,8 +48,8 @@ def test_a_layer_keeps_what_its_ops_read(targets: str, wide: int) -> None:
     ],
 )
 def test_bytes_of_a_logit(kernels: str, precision: str, kept: int, highest: int) -> None:
-    """Of 16 bits in place, which accelerate returns in fp32 under autocast; of fp32, whose copy is kept, beside those
-    that are copied and the model's own; and with the log-softmax that torch has.
+    """16 bits in place, with accelerate's fp32 copy of them under autocast; an fp32 copy that is kept, in addition to
+    the model's own and the chunks that are copied; and with torch's log-softmax.
     """
     run = llama(kernels, precision=precision)
     region = head_region(run.signature)

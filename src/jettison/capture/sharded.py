@@ -84,9 +84,7 @@ def states(model: nn.Module) -> list[Any]:
 
 
 def stay_unsharded(found: Iterable[Any]) -> bytes:
-    """A byte for each of FSDP's states, 1 if parameters stay unsharded from forward to backward because it was set so
-    (the root's do in any case).
-    """
+    """A byte for each of FSDP's states, 1 if it is set to keep parameters unsharded until backward, as roots do."""
     return bytes(
         not state._auto_reshard_after_forward and any(g.post_forward_mesh_info is None for g in parameter_groups(state))
         for state in found

@@ -171,8 +171,8 @@ def said(found: RunFile, verb: str, request: Any) -> list[str]:
     lines = [f"{found.path}: {found.says}; the same as: {command}"]
     for why in dict.fromkeys(key.why for key in found.used if key.why):
         keys = ", ".join(str(key) for key in found.used if key.why == why)
-        decided = why.startswith("--") and f" {why.split()[0].rstrip(',')} " not in f"{command} "
-        lines.append(f"  {why}{f' (not used: {verb} decides)' * decided}  from  {keys}")
+        unused = why.startswith("--") and f" {why.split()[0].rstrip(',')} " not in f"{command} "
+        lines.append(f"  {why}{f' (not used: {verb} decides)' if unused else ''}  from  {keys}")
     lines += [f"not read, though it may change memory or time: {key} ({key.why})" for key in found.unread]
     if found.ignored:
         many = len(found.ignored) > 1

@@ -50,7 +50,7 @@ class UsageError(JettisonError, ValueError):
 
 
 def known(name: str, names: Collection[str], what: str) -> str:
-    """Return a name that is one of these. Raise `UsageError` for another; ``what`` it is of, for the message."""
+    """Return a name that is one of these. Raise `UsageError` for another, with ``what``, its kind, in the message."""
     if name not in names:
         raise UsageError(f"got {what} {name!r}; expected one of {', '.join(names)}")
     return name

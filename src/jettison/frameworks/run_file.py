@@ -806,11 +806,13 @@ def _settled(model: str | None, keys: Keys) -> str | None:
     folder = keys.file.path.parent / model
     if Path(model).exists():
         return model
-    packed = re.search("-(unsloth-)?bnb-4bit$", model)
-    if packed and str(keys.field("base", "")).startswith("nf4"):  # a checkpoint that is quantized so already
-        model = model[: packed.start()]
-        if packed[1]:
-            keys.note("some matrices of a dynamic 4-bit checkpoint have 16 bits, and are counted in 4")
+    if str(keys.field("base", "")).startswith("nf4"):  # a checkpoint that is quantized so already
+        endings = [one for table in frameworks.read_tables().values() for one in table.get("quantized", {}).items()]
+        for ending, note in endings:
+            if model.endswith(ending):
+                model = model.removesuffix(ending)
+                if note:
+                    keys.note(note)
     if (folder / "config.json").is_file():
         return str(folder)
     found = preset_named(model)
