@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jettison.formula.static import state_bytes
+from jettison.formula.model_states import state_bytes
 from jettison.formula.tape import Weight
 from jettison.spec.precision import PRECISIONS, Optimizer
 

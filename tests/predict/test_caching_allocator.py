@@ -10,7 +10,7 @@ from benchmarks.caching_allocator import CachingAllocator, simulated
 
 from jettison.core.units import GIB, MIB
 from jettison.predict.forecast import forecast
-from jettison.predict.optimizer_state import segments_after_update
+from jettison.predict.optimizer_step import segments_after_update
 from jettison.predict.ranges import segments_beyond
 from jettison.predict.stages import cached_segments
 from jettison.request.options import RunRequest

@@ -201,7 +201,7 @@ def test_a_step_that_was_drawn_takes_what_is_said(step: Step) -> None:
 
 
 def stepping(model: nn.Module) -> int:
-    """The most that AdamW's loop has of its own in fp32: NOTE [ A loop's names ] in `formula.static`."""
+    """The most that AdamW's loop has of its own in fp32: NOTE [ A loop's names ] in `formula.model_states`."""
     most = before = 0
     for parameter in model.parameters():
         most, before = max(most, before + 2 * parameter.nbytes), parameter.nbytes

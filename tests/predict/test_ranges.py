@@ -15,7 +15,7 @@ from benchmarks.ranges import Row, ordered, pool, quantile, shares, stated
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB, format_bytes
 from jettison.predict.forecast import forecast
-from jettison.predict.optimizer_state import segments_after_update
+from jettison.predict.optimizer_step import segments_after_update
 from jettison.predict.ranges import (
     DATA,
     UNEVEN,

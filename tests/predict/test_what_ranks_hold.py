@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jettison.families.config import parse_config
+from jettison.formula.model_states import model_states
 from jettison.formula.region import embedding_region, head_region, layer_region
-from jettison.formula.static import static
 from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_buffers import buffers_of
@@ -52,7 +52,7 @@ def weight(name: str, numel: int) -> Weight:
 
 def test_a_loop_over_parameters_has_a_name_for_the_one_before() -> None:
     """Two tensors of each, and one of its neighbour."""
-    found = static(
+    found = model_states(
         [weight("first", 100), weight("second", 90), weight("third", 10)],
         precision=PRECISIONS["fp32"],
         optimizer=Optimizer.ADAMW,

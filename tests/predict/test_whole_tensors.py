@@ -11,7 +11,7 @@ from benchmarks import megatron_golden
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.optimizer_state import WholeTensor, in_shards, muon_step_bytes, ping_pong, tensors_of
+from jettison.predict.optimizer_step import WholeTensor, in_shards, muon_step_bytes, ping_pong, tensors_of
 from jettison.report.explain import explain
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
@@ -123,7 +123,7 @@ def test_a_step_of_torchs_muon(dtype: str, sizes: tuple[int, int]) -> None:
     import torch
 
     from jettison.dryrun.counter import AllocationCounter
-    from jettison.predict.optimizer_state import torch_bytes
+    from jettison.predict.optimizer_step import torch_bytes
 
     weight = torch.nn.Parameter(torch.randn(sizes, dtype=getattr(torch, dtype)))
     optimizer = torch.optim.Muon([weight])

@@ -10,7 +10,7 @@ import pytest
 
 from jettison.core.units import format_bytes
 from jettison.families.presets import preset
-from jettison.formula.static import Static
+from jettison.formula.model_states import ModelStates
 from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
 from jettison.memory.stage_unit import Unit
 from jettison.memory.step import StageLoad
@@ -191,7 +191,7 @@ def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -
         gradients=gradients,
         optimizer_transient=transient,
     )
-    return Stage(index=0, groups=((),), load=load, static=Static(parameters=1000, gradients=9, state=2000))
+    return Stage(index=0, groups=((),), load=load, static=ModelStates(parameters=1000, gradients=9, state=2000))
 
 
 @pytest.mark.parametrize(

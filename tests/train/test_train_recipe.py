@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.train.data import ShuffledOrder, derived_seed
+from jettison.train.optim import learning_rate
 from jettison.train.recipe import (
     BatchSection,
     LayoutSection,
@@ -129,14 +130,14 @@ def test_a_layout_fills_the_ranks() -> None:
 
 def test_the_rate_warms_up_and_comes_down_in_a_cosine() -> None:
     section = OptimizerSection(lr=1.0, min_lr=0.1, warmup_steps=4)
-    rates = [section.rate(step, 24) for step in range(30)]
+    rates = [learning_rate(section, step, 24) for step in range(30)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[14] == pytest.approx(0.55)  # half-way between
     assert rates[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
     assert rates[24:] == [0.1] * 6
     assert all(a > b for a, b in pairwise(rates[4:25]))
     longer = OptimizerSection(lr=1.0, decay_steps=10)
-    assert longer.rate(5, 1000) == pytest.approx(0.5)
+    assert learning_rate(longer, 5, 1000) == pytest.approx(0.5)
 
 
 @given(windows=st.integers(1, 300), seed=st.integers(0, 2**40), turn=st.integers(0, 3))

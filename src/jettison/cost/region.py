@@ -55,8 +55,8 @@ from jettison.cost.kernel import (
 )
 from jettison.cost.launches import work
 from jettison.cost.low_precision_gemms import LowPrecisionGemms
+from jettison.formula.model_states import state_bytes
 from jettison.formula.region import Region
-from jettison.formula.static import state_bytes
 from jettison.formula.tape import Collective
 from jettison.spec.fp8 import BF16_GEMMS, FP4, Library
 from jettison.spec.hardware import Hardware

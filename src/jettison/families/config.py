@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import NotDescribed, UsageError
+from jettison.families.config_layers import layers_of, source, stacks
 from jettison.families.config_values import TRACE, ConfigFields, read, unstated
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
-from jettison.families.layers import layers_of, source, stacks
 from jettison.spec.model import Arrangement, Audio, DropoutSites, Head, Layer, ModelSpec, Pair, Patches
 from jettison.spec.model_variants import MTP_LEFT_OUT
 from jettison.spec.tuning import FP8_BLOCK, GPTQ_GROUP, Base

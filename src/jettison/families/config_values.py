@@ -149,7 +149,7 @@ class ConfigFields:
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
 
     def part(self, kind: type[_Part], **stated: Any) -> _Part:
-        """Return a part of the model: fields as stated, others by the keys that ``layers.toml`` has for them."""
+        """Return a part of the model: fields as stated, others by the keys that ``config_layers.toml`` has for them."""
         types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
         read: Mapping[str, Callable[[str], Any]] = {
             "bool": self.flag,
@@ -161,7 +161,7 @@ class ConfigFields:
 
 @cache
 def _keys() -> Mapping[str, Mapping[str, str]]:
-    return read_table(Path(__file__).with_name("layers.toml"))
+    return read_table(Path(__file__).with_name("config_layers.toml"))
 
 
 # Non-standard configurations: conversion to the usual keys, and fields of a family that they decide -------------------

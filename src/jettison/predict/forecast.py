@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 from jettison.core.objects import summary
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
+from jettison.formula.model_states import ModelStates
 from jettison.formula.region import embedding_region, parameter_count
-from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.memory.schedule import DeviceOrder, OrderOptions, Weights, device_order
 from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
-from jettison.predict.optimizer_state import (
+from jettison.predict.optimizer_step import (
     OffloadedOptimizer,
     bucket_bytes,
     host_buffer_bytes,
@@ -52,7 +52,7 @@ class Stage:
     index: int
     groups: tuple[Chunk, ...]  # by virtual stage
     load: StageLoad
-    static: Static
+    static: ModelStates
     known: Known = field(default_factory=dict, repr=False, compare=False)  # chunks of all stages
     segment: int = 1  # layers of each segment of the recompute mode
 
@@ -232,7 +232,7 @@ def _stage(
     alike = tuple(map(id, chunks))
     if alike not in known:
         known[alike] = stage_state(run, chunks)
-    total: Static = known[alike]
+    total: ModelStates = known[alike]
     reduces_once = run.keeps_unsharded_gradients
     buffers, order = buffers_of(run, index), stage_order(run, index)
     before, late = workspace_bytes(run, chunks)

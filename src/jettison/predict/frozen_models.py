@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from jettison.families.family import kernels_for
 from jettison.formula.liveness import forward_height
+from jettison.formula.model_states import model_states, together
 from jettison.formula.region import Region, held_over, score_region
-from jettison.formula.static import static, together
 from jettison.ledger.program import Source
 from jettison.predict.fsdp2 import FsdpGroups
 from jettison.predict.stages import RegionGroup, outline
@@ -107,7 +107,7 @@ def frozen_groups(run: Run, frozen: FrozenModel) -> tuple[RegionGroup, ...]:
     if frozen.role is not Role.REWARD:
         return groups
     region, last = score_region(own.signature), groups[-1]
-    held = static(
+    held = model_states(
         region.weights, precision=own.precision, optimizer=own.optimizer, layout=own.layout.sharding, in_layer=False
     )
     return (*groups[:-1], replace(last, part=replace(last.part, region=region, static=held)))

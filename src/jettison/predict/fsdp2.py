@@ -81,8 +81,8 @@ from typing import NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Backward, Passes
+from jettison.formula.model_states import ModelStates, declared, model_states, together
 from jettison.formula.region import EMBEDDING, HEAD, Region
-from jettison.formula.static import Static, declared, static, together
 from jettison.memory.stage_unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, named_frames, named_passes, passes_of
@@ -92,7 +92,7 @@ from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
 EXPERTS = "mlp.experts"
-NOTHING = Static()
+NOTHING = ModelStates()
 
 # groups ---------------------------------------------------------------------------------------------------------------
 
@@ -551,7 +551,7 @@ def _on_its_way(run: Run, part: StageRegion | None) -> int:
     return part.static.host_parameters + cast
 
 
-def _made_shards(run: Run, part: StageRegion, apart: Static = NOTHING) -> int:
+def _made_shards(run: Run, part: StageRegion, apart: ModelStates = NOTHING) -> int:
     """Peak of a group's reduced shards and gloo's copy, without the shards that are ``apart``.
 
     They are reduced in one dtype and cast to another (``foreach_reduce``: ``_to_dtype_if_needed``). gloo reduces a copy
@@ -580,13 +580,13 @@ class Phases(NamedTuple):
     done: int
 
 
-def own_experts(run: Run, part: StageRegion | None) -> Static:
+def own_experts(run: Run, part: StageRegion | None) -> ModelStates:
     """Return the totals of the group of a layer's experts; `NOTHING` without one."""
     layout = run.layout
     if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or run.keeps_unsharded_gradients:
         return NOTHING
     found = [weight for weight in part.region.weights if weight.expert]
-    return static(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
+    return model_states(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
 
 
 @lru_cache(maxsize=4096)
@@ -616,14 +616,14 @@ class PhasedBackward(Backward):
         return Phases(until=until, within=within, behind=self.peak, done=done)
 
 
-def behind_experts(run: Run, own: Static) -> int:
+def behind_experts(run: Run, own: ModelStates) -> int:
     """Return the change by a reduction of experts' gradients: its input and shards, less the gradients."""
     precision = run.precision
     gradients = own.reduced // DTYPE_BYTES[precision.reduce_dtype] * DTYPE_BYTES[precision.compute]
     return own.reduced + own.gradients - gradients
 
 
-def _rise_of_experts(run: Run, own: Static, phases: Phases, *, there: int, ahead: int, waiting: int) -> int:
+def _rise_of_experts(run: Run, own: ModelStates, phases: Phases, *, there: int, ahead: int, waiting: int) -> int:
     """Peak of a layer's backward, without the reduction of its own group.
 
     Args:

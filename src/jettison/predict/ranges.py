@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.optimizer_state import segments_after_update
+from jettison.predict.optimizer_step import segments_after_update
 from jettison.predict.stages import cached_segments, other_streams, segments_before_training
 from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, FitVerdict, Limit, Range, fixed_allowance
 from jettison.spec.frameworks import named

@@ -10,8 +10,8 @@ from math import prod
 
 from jettison.core.units import GIB
 from jettison.formula.liveness import Passes, replay
+from jettison.formula.model_states import ModelStates, declared, model_states
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
-from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
 from jettison.ledger.program import Program
 from jettison.memory.schedule import PipelineShape
@@ -80,7 +80,7 @@ class StageRegion:
     name: str
     region: Region
     policy: str
-    static: Static
+    static: ModelStates
     layer: AnyLayer | None = None
     chosen: KeptBuffers | None = None
     held: frozenset[int] = frozenset()
@@ -378,7 +378,7 @@ def _region(
         tied = tied and not (isinstance(layer, Layer) and layer.repeats)  # weights of the layer before, on its stage
     weights = declared([w for w in region.weights if tied or not w.tied], signature.kernels.declared)
     in_layer, precision = layer is not None, signature.precision
-    held = static(
+    held = model_states(
         weights, precision=precision, optimizer=optimizer, layout=sharding, in_layer=in_layer, on_host=on_host
     )
     return StageRegion(name=name, region=region, policy=policy, static=held, layer=layer)

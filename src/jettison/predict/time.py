@@ -56,11 +56,11 @@ from jettison.cost.region import (
     price_model,
     quantized_bytes,
 )
+from jettison.formula.model_states import ModelStates, model_states, together
 from jettison.formula.region import embedding_region
 from jettison.formula.split_backward import computing_groups
-from jettison.formula.static import Static, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
-from jettison.predict.optimizer_state import offloaded_optimizer
+from jettison.predict.optimizer_step import offloaded_optimizer
 from jettison.predict.stages import (
     COMPILERS,
     FULL,
@@ -215,7 +215,7 @@ class Timing:
             return found
         return replace(found, count=count, groups=groups, offloaded=offloaded)
 
-    def _copies(self, of: Static) -> RegionSeconds:
+    def _copies(self, of: ModelStates) -> RegionSeconds:
         """Seconds of a region's copies of weights and gradients: NOTE [ Copies of FSDP ]."""
         layout, precision = self.run.layout, self.run.precision
         if not layout.shards_parameters or layout.buckets is not None:
@@ -434,9 +434,9 @@ class Timing:
         backwards = run.micro_batches * (work + self._exposed_transfers(items).inputs.transfers)
         return max(0.0, sent - backwards) + fetched
 
-    def _static(self, item: Item) -> Static:
+    def _static(self, item: Item) -> ModelStates:
         run = self.run
-        return static(
+        return model_states(
             [w for w in item.region.weights if not w.tied],
             precision=run.precision,
             optimizer=run.optimizer,

@@ -16,7 +16,7 @@ from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import ENTRY_FIELDS, Ledger, SavedTensor
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.optimizer_state import OffloadedOptimizer
+from jettison.predict.optimizer_step import OffloadedOptimizer
 from jettison.predict.ranges import RunFigures, figures, unlike_anchor
 from jettison.request.options import RunRequest
 from jettison.request.resolve import Resolved, flag_of

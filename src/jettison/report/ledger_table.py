@@ -16,7 +16,7 @@ from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.optimizer_state import OffloadedOptimizer
+from jettison.predict.optimizer_step import OffloadedOptimizer
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.tables import FittedTable, exact, facts, grid, span
 from jettison.request.resolve import Resolved

@@ -25,7 +25,7 @@ from jettison.parallel.store_exchange import ranks_in_words
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session
-from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
+from jettison.train.optim import StepTotals, clip, learning_rate, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
 from jettison.train.ranks import RankLost, agreed, is_loss_of_a_rank, waiting_for
 from jettison.train.recipe import TrainRecipe
@@ -171,7 +171,7 @@ class _StepLoop:
     def _step(self) -> tuple[StepTotals, PhasePeaks | None, str | None]:
         """Run forward, backward and update; the last result is the signal to stop: NOTE [ One sum a step ]."""
         session, section = self.session, self.session.recipe.optimizer
-        rate = section.rate(session.step, session.recipe.steps)
+        rate = learning_rate(section, session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
         checkpoints, first = session.checkpoints, session.data_rank * session.accumulation
         micros, seed = range(first, first + session.accumulation), session.recipe.seed

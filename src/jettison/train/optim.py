@@ -1,4 +1,4 @@
-"""The optimizer: groups, state by name, and the totals of a step that all ranks share before the update.
+"""The optimizer: groups, learning rate, state by name, and the totals of a step that all ranks share before the update.
 
 NOTE [ One sum a step ]
 The square of the gradient's norm is all-reduced before weights change. The same message carries the loss, whether a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import cos, isfinite, pi, prod
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,20 @@ def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+
+
+def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
+    """Learning rate of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr``.
+
+    Step 0 of a warm-up of w has lr / (w + 1), so that no step has a rate of 0; the last has nearly ``min_lr``.
+    """
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / (section.warmup_steps + 1)
+    end = section.decay_steps or steps
+    if step >= end:
+        return section.min_lr
+    done = (step - section.warmup_steps) / (end - section.warmup_steps)
+    return section.min_lr + (section.lr - section.min_lr) * (1 + cos(pi * done)) / 2
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -11,7 +11,7 @@ import json
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from math import cos, isfinite, pi
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 
@@ -294,19 +294,6 @@ class OptimizerSection(RecipeSection):
             raise UsageError(f"got betas {list(self.betas)}; expected two numbers of at least 0 and below 1")
         if self.min_lr > self.lr:
             raise UsageError(f"got min_lr {self.min_lr}; expected at most lr, {self.lr}")
-
-    def rate(self, step: int, steps: int) -> float:
-        """Learning rate of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr``.
-
-        Step 0 of a warm-up of w has lr / (w + 1), so that no step has a rate of 0; the last has nearly ``min_lr``.
-        """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / (self.warmup_steps + 1)
-        end = self.decay_steps or steps
-        if step >= end:
-            return self.min_lr
-        done = (step - self.warmup_steps) / (end - self.warmup_steps)
-        return self.min_lr + (self.lr - self.min_lr) * (1 + cos(pi * done)) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@
     return { embedding, head, first: first ?? null, layers: tables.map((regions) => regions[1]) };
   }
 
-  // formula/static.py, `state_bytes`: an optimizer's moments for n elements.
+  // formula/model_states.py, `state_bytes`: an optimizer's moments for n elements.
   const STATES = {
     "adamw": (n, moment) => 2 * moment * n,
     "adamw-bf16": (n) => 4 * n,
@@ -39,7 +39,7 @@
     "sgd": () => 0,
   };
 
-  // formula/static.py, `static`: what a rank has of some weights for all of training.
+  // formula/model_states.py, `model_states`: what a rank has of some weights for all of training.
   function staticOf(weights, held, { zero, shards, expertShards, optimizer }) {
     const found = { parameters: 0, gradients: 0, state: 0, gathered: 0, reduced: 0 };
     for (const w of weights) {
@@ -202,7 +202,7 @@
 
   // The worst stage's highest moment: {nbytes, stage, phase, where, parts: [parameters, gradients, optimizer, activations,
   // transients], cached: predict/stages.py, `cached_segments`, streams: `other_streams`,
-  // updated: predict/optimizer_state.py, `segments_after_update`}; null where the page has no sums for a run.
+  // updated: predict/optimizer_step.py, `segments_after_update`}; null where the page has no sums for a run.
   J.stepBytes = (data, run) => {
     const regions = regionsOf(data, run), held = data.precisions[run.precision];
     if (!regions) return null;

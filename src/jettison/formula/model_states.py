@@ -1,4 +1,4 @@
-"""Memory for all of training: parameters, gradients and optimizer state, by precision and ZeRO stage.
+"""Model states (ZeRO's word): bytes of parameters, gradients and optimizer state, by precision and ZeRO stage.
 
 NOTE [ A loop's names ]
 ``torch/optim/adam.py``, ``_single_tensor_adam``: ``denom = (exp_avg_sq.sqrt() / ...)`` makes two tensors as large as a
@@ -34,8 +34,10 @@ SMALL_TENSOR = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Static:
-    """Bytes on one rank. ``gathered``: unsharded parameters that ZeRO 3 holds while the region runs.
+class ModelStates:
+    """Bytes of model states on one rank.
+
+    ``gathered``: unsharded parameters that ZeRO 3 holds while the region runs.
 
     ``master``: the part of the state that exists before the first optimizer step: the copy that the optimizer updates.
     ``copies``: copies of gradients that the optimizer makes for its master weights.
@@ -62,11 +64,11 @@ class Static:
     host_parameters: int = 0
 
 
-_COUNTED: Final = tuple(f.name for f in fields(Static) if f.name not in ("largest", "stepping", "first", "last"))
+_COUNTED: Final = tuple(f.name for f in fields(ModelStates) if f.name not in ("largest", "stepping", "first", "last"))
 _counted = attrgetter(*_COUNTED)
 
 
-def together(several: Iterable[tuple[Static, int]]) -> Static:
+def together(several: Iterable[tuple[ModelStates, int]]) -> ModelStates:
     """Sum of several regions in order, each with its count."""
     sums, largest, stepping, first, last = [0] * len(_COUNTED), 0, 0, 0, 0
     for each, count in several:
@@ -79,7 +81,7 @@ def together(several: Iterable[tuple[Static, int]]) -> Static:
             stepping = crossing if crossing > stepping else stepping
         first, last = first or each.first, each.last or last
     counted = dict(zip(_COUNTED, sums, strict=True))
-    return Static(**counted, largest=largest, stepping=stepping, first=first, last=last)
+    return ModelStates(**counted, largest=largest, stepping=stepping, first=first, last=last)
 
 
 def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
@@ -94,7 +96,7 @@ def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
     return sorted(weights, key=place)
 
 
-def static(
+def model_states(
     weights: Iterable[Weight],
     *,
     precision: Precision,
@@ -102,74 +104,84 @@ def static(
     layout: Layout,
     in_layer: bool,
     on_host: OptimizerOffload = NO_OFFLOAD,
-) -> Static:
+) -> ModelStates:
     """Parameters, gradients and optimizer state of a region's weights on one rank.
 
     Args:
         in_layer: the weights belong to a transformer layer, which decides whether Muon updates them.
     """
-    parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
-    host_state = host_elements = unsharded = 0
-    moves, reduce_bytes = on_host.moves, DTYPE_BYTES[precision.reduce_dtype]
-    recipe_parameters = precision.recipe is not None and precision.recipe.parameters
-    freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
-    for w in weights:
-        ranks = layout.expert_shards if w.expert else layout.shards
-        wrapped = ranks > 1 or (w.expert and layout.shards > 1) or waits  # NOTE [ Groups of one rank ]
-        owned = -(-w.numel // ranks)  # elements of one rank's shard
-        at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
-        if w.frozen:  # ZeRO 3 shards frozen weights as well
-            shared = layout.zero == 3 and (ranks > 1 or waits)
-            alone = bool(w.quantized_bytes) and recipe_parameters
-            held_bytes = 0 if alone else w.held_bytes - w.scale_bytes
-            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.quantized_bytes
-            unsharded += w.scale_bytes  # which are never offloaded
-            whole = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
-            gathered += whole if shared else 0
-            continue
-        held = _own(precision, w.dtype) if w.dtype else precision
-        recipe = precision.recipe if w.quantized_bytes else None
-        parameters += w.quantized_bytes
-        if recipe is None or not recipe.parameters:
-            parameters += at[2] * DTYPE_BYTES[held.parameter]
-        accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
-        summed = at[1] if layout.zero >= 2 else w.gradient_numel
-        if not (freed and at[0] >= on_host.least_elements):
-            gradients += summed * (DTYPE_BYTES[held.gradient] + (0 if held.apart else accumulated))
-        copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0) + (summed * accumulated if held.apart else 0)
-        own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
-        if moves and at[0] >= on_host.least_elements:
-            # bitsandbytes' two moments: a byte an element plus scales, or fp32, whatever the parameter's dtype
-            paged = 2 * at[0] * (1 if _eight(w, optimizer) else 4)
-            moved = own if on_host.steps_on_cpu else paged
-            host_state += moved + (copy if on_host.moves_masters else 0)
-            host_elements += at[0]
-            own, copy = max(0, own - moved), 0 if on_host.moves_masters else copy
-        master += copy
-        copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
-        state += own
-        if layout.zero == 3 and wrapped:
-            low_precision = recipe_parameters and w.gemm and not w.head  # NOTE [ Copies in torchao ] in `spec.fp8`
-            gathered += w.numel * (1 if low_precision else DTYPE_BYTES[precision.compute])
-        if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
-            reduced += w.gradient_numel * reduce_bytes
-        size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
-        largest, stepping, before, first = max(largest, size), max(stepping, before + 2 * size), size, first or size
-    return Static(
-        parameters=unsharded if waits else parameters + unsharded,
-        host_parameters=parameters if waits else 0,
-        gradients=gradients,
+
+    def states(w: Weight) -> ModelStates:
+        if w.frozen:
+            return _frozen(w, precision, layout, on_host)
+        return _trained(w, precision, optimizer, layout, on_host, in_layer=in_layer)
+
+    return together((states(w), 1) for w in weights)
+
+
+def _frozen(w: Weight, precision: Precision, layout: Layout, on_host: OptimizerOffload) -> ModelStates:
+    """Model states of one frozen weight, which ZeRO 3 shards as well."""
+    ranks = layout.expert_shards if w.expert else layout.shards
+    sharded = layout.zero == 3 and (ranks > 1 or on_host.moves_parameters)
+    quantized_only = bool(w.quantized_bytes) and precision.recipe is not None and precision.recipe.parameters
+    held = 0 if quantized_only else w.held_bytes - w.scale_bytes
+    shard = (-(-held // ranks) if sharded else held) + w.quantized_bytes
+    unsharded = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
+    return ModelStates(
+        parameters=w.scale_bytes + (0 if on_host.moves_parameters else shard),  # scales are never offloaded
+        host_parameters=shard if on_host.moves_parameters else 0,
+        gathered=unsharded if sharded else 0,
+    )
+
+
+def _trained(
+    w: Weight, precision: Precision, optimizer: Optimizer, layout: Layout, on_host: OptimizerOffload, *, in_layer: bool
+) -> ModelStates:
+    """Model states of one trained weight."""
+    ranks = layout.expert_shards if w.expert else layout.shards
+    wrapped = ranks > 1 or (w.expert and layout.shards > 1) or on_host.moves_parameters  # NOTE [ Groups of one rank ]
+    own = _own(precision, w.dtype) if w.dtype else precision
+    quantized_parameters = precision.recipe is not None and precision.recipe.parameters
+    shard = -(-w.numel // ranks)
+    updated = shard if layout.zero >= 1 else w.numel
+    moves = on_host.moves and updated >= on_host.least_elements
+    parameters = w.quantized_bytes
+    if not (w.quantized_bytes and quantized_parameters):
+        parameters += (shard if layout.zero == 3 else w.numel) * DTYPE_BYTES[own.parameter]
+    summed = shard if layout.zero >= 2 else w.gradient_numel
+    accumulated = summed * DTYPE_BYTES[own.accumulator] if own.accumulator else 0
+    gradients = summed * DTYPE_BYTES[own.gradient] + (0 if own.apart else accumulated)
+    master = updated * (DTYPE_BYTES[own.master] if own.master else 0) + (accumulated if own.apart else 0)
+    state = state_bytes(w, updated, own, optimizer, in_layer=in_layer and not w.tied)
+    host_state = 0
+    if moves:
+        # bitsandbytes' two moments: a byte an element plus scales, or fp32, whatever the parameter's dtype
+        paged = 2 * updated * (1 if _eight(w, optimizer) else 4)
+        moved = state if on_host.steps_on_cpu else paged
+        host_state = moved + (master if on_host.moves_masters else 0)
+        state, master = max(0, state - moved), 0 if on_host.moves_masters else master
+    gathered = reduced = 0
+    if layout.zero == 3 and wrapped:
+        fp8 = quantized_parameters and w.gemm and not w.head  # NOTE [ Copies in torchao ] in `spec.fp8`
+        gathered = w.numel * (1 if fp8 else DTYPE_BYTES[precision.compute])
+    if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
+        reduced = w.gradient_numel * DTYPE_BYTES[precision.reduce_dtype]
+    moment = updated * DTYPE_BYTES[own.moment or own.master or own.parameter]
+    return ModelStates(
+        parameters=0 if on_host.moves_parameters else parameters,
+        host_parameters=parameters if on_host.moves_parameters else 0,
+        gradients=0 if moves and on_host.frees_gradients else gradients,
         state=state + master,
         master=master,
-        copies=copies,
+        copies=updated * (DTYPE_BYTES[own.optimizer_gradient] if own.optimizer_gradient else 0),
         gathered=gathered,
         reduced=reduced,
-        largest=largest,
-        stepping=stepping,
-        first=first,
-        last=before,
+        largest=moment,
+        stepping=2 * moment,
+        first=moment,
+        last=moment,
         host_state=host_state,
-        host_elements=host_elements,
+        host_elements=updated if moves else 0,
     )
 
 

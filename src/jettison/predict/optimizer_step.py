@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state of a rank, and allocations and transfers of an optimizer step.
+"""The optimizer step of a rank: the model states that it updates, and the bytes that it allocates and transfers.
 
 NOTE [ Whole tensors on ranks ]
 Megatron-LM d98e8a6, ``megatron/core/optimizer/layer_wise_optimizer.py``, ``LayerWiseDistributedOptimizer``, of
@@ -39,8 +39,8 @@ from functools import lru_cache
 from math import lcm, prod
 
 from jettison.core.dtypes import DTYPE_BYTES
+from jettison.formula.model_states import ModelStates, model_states, state_bytes, together
 from jettison.formula.region import HEAD
-from jettison.formula.static import Static, state_bytes, static, together
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape, most_of_passes, outline
 from jettison.spec.kernels import Device
@@ -53,7 +53,7 @@ _ALIGNED = 64
 _SLACK = 1.3
 
 
-def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
+def stage_state(run: Run, chunks: Sequence[Chunk]) -> ModelStates:
     """Return a stage's parameters, gradients and optimizer state on the rank with most."""
     even = together([(group.part.static, len(group.names)) for chunk in chunks for group in chunk])
     if run.optimizer in WHOLE_TENSORS:
@@ -124,7 +124,7 @@ def tensors_of(run: Run, chunks: Sequence[Chunk]) -> Iterator[WholeTensor]:
         yield from (each for _ in range(count))
 
 
-def _with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Static:
+def _with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: ModelStates) -> ModelStates:
     found = list(tensors_of(run, chunks))
     state = master = padding = 0
     for expert in (False, True):
@@ -185,7 +185,7 @@ def _up(value: int, multiple: int) -> int:
 # torch's ZeroRedundancyOptimizer --------------------------------------------------------------------------------------
 
 
-def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: Static) -> Static:
+def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: ModelStates) -> ModelStates:
     """Replace ``even`` states by those of the fullest rank of torch's ZeroRedundancyOptimizer."""
     layout, precision = run.layout, run.precision
     shares = _parameters_by_rank(run, list(_trained(run, chunks)))
@@ -235,12 +235,12 @@ def _moment_bytes(run: Run) -> int:
     return DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
 
 
-def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
+def step_bytes(run: Run, total: ModelStates, chunks: Sequence[Chunk]) -> int:
     """Return the transient bytes of an optimizer step.
 
-    On CPU PyTorch updates parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused kernels, usual on
-    accelerators, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``, ``_multi_tensor_adam``,
-    computes the square roots of all second moments at once (``_foreach_sqrt``).
+    On CPU PyTorch updates parameters one by one: NOTE [ A loop's names ] in `formula.model_states`; fused kernels,
+    usual on accelerators, need none. torch's default on CUDA is neither: ``_multi_tensor_adam`` of
+    ``torch/optim/adam.py`` computes the square roots of all second moments at once (``_foreach_sqrt``).
     """
     if run.gradients is Gradients.IN_BACKWARD or run.optimizer_offload.steps_on_cpu:
         return 0  # counted in backward, or on the host
@@ -268,7 +268,7 @@ def segments_after_update(run: Run) -> int:
     return most
 
 
-def _copied_gradients(run: Run, total: Static) -> int:
+def _copied_gradients(run: Run, total: ModelStates) -> int:
     """Copies of a rank's gradients in DeepSpeed's step: a flat one, and another in the dtype of the master.
 
     ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
@@ -314,7 +314,7 @@ def torch_bytes(tensor: WholeTensor, moment: int) -> int:
     return (moment + 4) * tensor.numel + 4 * small * small
 
 
-def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
+def bucket_bytes(run: Run, total: ModelStates, chunks: Sequence[Chunk]) -> int:
     """Return the bytes of DistributedDataParallel's buckets, in addition to gradients.
 
     ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: autograd's gradient is copied into its
@@ -328,8 +328,8 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
     apart = 0
     for group in (group for chunk in chunks for group in chunk if run.layout.ep > 1):
         experts = [w for w in group.part.region.weights if w.expert]
-        inside = group.part.is_layer
-        own = static(experts, precision=run.precision, optimizer=run.optimizer, layout=run.layout, in_layer=inside)
+        layer = group.part.is_layer
+        own = model_states(experts, precision=run.precision, optimizer=run.optimizer, layout=run.layout, in_layer=layer)
         apart += len(group.names) * own.gradients
     return total.gradients - apart
 
@@ -353,7 +353,7 @@ class OffloadedOptimizer:
     stepped_bytes: int = 0
 
 
-def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
+def offloaded_optimizer(run: Run, total: ModelStates) -> OffloadedOptimizer:
     """Return the offloaded states of a stage with these totals."""
     rule, precision = run.optimizer_offload, run.precision
     each = element_bytes(
