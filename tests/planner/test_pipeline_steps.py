@@ -14,7 +14,7 @@ import jettison
 from jettison.core.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak
-from jettison.dryrun.imagined_pipeline import _Chain
+from jettison.dryrun.fake_pipeline import _Chain
 from jettison.parallel.recompute_agreement import Round
 from support.toys import Mlp
 

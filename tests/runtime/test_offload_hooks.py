@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 import jettison
 from jettison.core.errors import StaleTensor
+from jettison.runtime.checkpoint_fallback import OffloadHooks
 from jettison.runtime.device import OnHost
 from jettison.runtime.offload import Group, HostPool, OffloadEngine
-from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
 from jettison.verify.differences import compare_gradients
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, line_of, run, seeded

@@ -174,7 +174,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(_named(func, args, kwargs).get("dropout_p", usual))
 
 
-def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "cpu") -> Anchor | None:
+def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str) -> Anchor | None:
     """Reason why this call may not be recomputed, by itself, on a device of this type."""
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:

@@ -43,7 +43,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def whole_parameters(
-    module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool = False
+    module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """For every form in which a module of FSDP's holds a parameter, the unsharded one that its forward sees. ``fake``
     makes a tensor without memory, for a device, like the given one, which is on ``meta``; ``stored``: in its stored

@@ -193,7 +193,7 @@ def answered() -> Iterator[None]:
 
 
 def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
-    """Before long work: are the files free to be written?
+    """Check before long work that files can be written.
 
     Raises:
         UsageError: one is there already, is a folder, or its folder is not there or read-only.

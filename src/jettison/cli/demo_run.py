@@ -109,7 +109,7 @@ class DemoResult:
 
 
 def run_demo(
-    out: Path, *, steps: int = 20, size: DemoSize | None = None, rounds: int = 6, progress: Progress = silent
+    out: Path, *, steps: int, size: DemoSize | None = None, rounds: int = 6, progress: Progress = silent
 ) -> DemoResult:
     """Train twice, prove, and write ``plan.json``, ``proof.json`` and ``report.html`` into ``out`` (they are replaced).
 

@@ -24,7 +24,7 @@ from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.capture.op_traits import DISCRETE
 from jettison.capture.signature import kernel_switches
 from jettison.core.objects import swapped
-from jettison.core.progress import Progress, silent
+from jettison.core.progress import Progress
 from jettison.diagnose.finding import Finding, FindingKind, change
 from jettison.models.live_model import ModelRequest, load
 from jettison.report.findings import FindingsReport
@@ -294,7 +294,7 @@ class _Ops(TorchDispatchMode):
 SCHEMA: Final = "jettison.doctor_model/1"
 
 
-def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> FindingsReport:
+def diagnose_model(request: ModelRequest, *, progress: Progress) -> FindingsReport:
     """Run one step of the model, or of fake tensors where a configuration says what it is, and say what was seen.
 
     Raises:

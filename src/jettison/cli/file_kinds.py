@@ -38,7 +38,7 @@ class FileKind:
     test: str = ""
 
     def fits(self, path: Path, text: str) -> bool:
-        """Is a file, with the text that it begins with, of this kind?"""
+        """Whether a file, with the text that it begins with, is of this kind."""
         if path.suffix in self.without or (self.suffixes and path.suffix not in self.suffixes):
             return False
         if self.sections:
@@ -61,7 +61,7 @@ def _timeline(_path: Path, text: str) -> bool:
 
 
 def describes_run(path: Path) -> bool:
-    """Is this a training framework's configuration of a run? False where it cannot be read."""
+    """Whether this is a training framework's configuration of a run; False if it cannot be read."""
     from jettison.frameworks.run_file import is_run_file
 
     try:

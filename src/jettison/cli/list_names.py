@@ -42,7 +42,7 @@ def command(
     deliver(report.document, report.table, form=form, out=out, request=asked(what=what))
 
 
-def list_names(what: str | None = None) -> NamesReport:
+def list_names(what: str | None) -> NamesReport:
     """Models, GPUs, precisions, policies, optimizers, export targets: all of them, or one kind."""
     return NamesReport(rows={name: tuple(kind.made()) for name, kind in _SECTIONS.items() if what in (None, name)})
 

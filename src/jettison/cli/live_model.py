@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.ledger_entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import UsageError
-from jettison.core.progress import Progress, silent
+from jettison.core.progress import Progress
 from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
@@ -61,7 +61,7 @@ def model_request(model: str, request: RunRequest) -> ModelRequest:
     return ModelRequest(model=model, **given)
 
 
-def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress = silent) -> LedgerReport:
+def live_ledger(request: ModelRequest, *, recompute: str, progress: Progress) -> LedgerReport:
     """Make the ledger of a training forward, and the peak of a step, under a policy.
 
     Raises:
@@ -144,11 +144,11 @@ def live_plan(
     request: ModelRequest,
     *,
     budget_bytes: int,
-    hardware: Hardware | None = None,
-    offload: bool = False,
-    host_budget_bytes: int | None = None,
-    over_time: bool = False,
-    progress: Progress = silent,
+    hardware: Hardware | None,
+    offload: bool,
+    host_budget_bytes: int | None,
+    over_time: bool,
+    progress: Progress,
 ) -> PlanReport:
     """The fastest plan under a budget.
 

@@ -93,7 +93,7 @@ def require_target(target: str) -> None:
 
 
 def profile_run(
-    target: str, *, steps: int, gpu: Hardware | None = None, trace: Path | None = None, progress: Progress = silent
+    target: str, *, steps: int, gpu: Hardware | None, trace: Path | None, progress: Progress
 ) -> FindingsReport:
     """Run a script or a recipe for some steps, and say what they show.
 
@@ -116,7 +116,7 @@ def profile_run(
     return replace(report, facts=rows, more=report.more | {"step_seconds": seconds}, findings=useful)
 
 
-def profile_files(files: Sequence[Path], gpu: Hardware | None = None, progress: Progress = silent) -> FindingsReport:
+def profile_files(files: Sequence[Path], gpu: Hardware | None, progress: Progress = silent) -> FindingsReport:
     """Diagnose traces and snapshots of one run.
 
     Args:

@@ -34,7 +34,7 @@ from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection,
 WARMUP_STEPS = 2
 
 
-def record_run(target: str, trace: Path, *, steps: int, progress: Progress = silent) -> Recorded:
+def record_run(target: str, trace: Path, *, steps: int, progress: Progress) -> Recorded:
     """Run it until ``steps`` steps are recorded into a trace, after two, or it ends.
 
     Of a recipe nothing is kept: no log, no checkpoint, no weights.

@@ -128,7 +128,7 @@ def end_at_once_on_interrupt() -> None:
 
 
 def interrupted() -> bool:
-    """Has Ctrl-C come? What fails after it fails because of it."""
+    """Whether Ctrl-C was pressed. Failures after it are its consequences."""
     return _came.is_set()
 
 

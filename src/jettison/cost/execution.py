@@ -125,7 +125,7 @@ def execution_of(run: Run) -> Execution:
 
 
 def _fuses_experts(run: Run) -> bool:
-    """Do fused kernels run a layer's experts? They need gated experts and a recipe that the stack has kernels for."""
+    """Whether fused kernels run a layer's experts: gated ones, under a recipe that the stack has kernels for."""
     recipes = named("stacks").get(run.stack or "", {}).get("fused_experts", ())
     if run.precision.recipe is None or run.precision.recipe.name not in recipes:
         return False

@@ -492,7 +492,7 @@ class ExpertKernels:
     once_to_node: bool  # the all-to-all library copies and sums rows, too
 
     def sends(self, step: TapeOp) -> bool:
-        """Does the all-to-all library do this step: copy rows before sending, pad them, or sum received ones?
+        """Whether the all-to-all library does this step: copy rows before sending, pad them, or sum received ones.
 
         Padding: ``pad_multiple`` in megatron/core/transformer/moe/token_dispatcher.py of Megatron-LM.
         """
@@ -511,7 +511,7 @@ class ExpertKernels:
         return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
 
     def is_bias(self, step: TapeOp) -> bool:
-        """Does this step look up a bias for each row, or add it? See NOTE [ Experts in Megatron ]."""
+        """Whether this step looks up a bias for each row, or adds it. See NOTE [ Experts in Megatron ]."""
         looked_up = step.name == "aten.index.Tensor" and bool(step.weights)
         added = step.name == "aten.add.Tensor" and step.path in self._biased
         return self.loops and (looked_up or added)
@@ -574,7 +574,7 @@ class RotaryKernels:
         }
 
     def is_free(self, step: TapeOp) -> bool:
-        """Is the step part of another step's kernel?"""
+        """Whether the step is part of another step's kernel."""
         return step.name == "rotary" and step.outputs[0].index in {value.index for value in self._joined.values()}
 
     def nbytes(self, step: TapeOp) -> int | None:

@@ -61,7 +61,7 @@ class LowPrecisionGemms:
 
     @property
     def joins(self) -> bool:
-        """Does the kernel that computes an input write its copies?"""
+        """Whether the kernel that computes an input writes its copies."""
         return self.how.delayed_scaling if self.recipe is None else self.recipe.history > 0
 
     @property
@@ -70,15 +70,15 @@ class LowPrecisionGemms:
         return self.gemm if self.recipe is None else self.recipe.gemm_dtype
 
     def counts(self, step: TapeOp) -> bool:
-        """Is a quantisation counted here, with its GEMM?"""
+        """Whether a quantisation is counted here, with its GEMM."""
         return step.name == QUANTISE and self.recipe is not None and not self.joins
 
     def copies(self, step: TapeOp) -> bool:
-        """Does a step write quantised copies, all of which some GEMM reads?"""
+        """Whether a step writes quantised copies, all of which some GEMM reads."""
         return step.name == QUANTISE and self.recipe is not None
 
     def takes(self, step: TapeOp) -> bool:
-        """Is a step an FP8 or FP4 GEMM? Under a recipe routers and gates are not, the head only by option."""
+        """Whether a step is an FP8 or FP4 GEMM: under a recipe routers and gates are not, the head only by option."""
         if self.gemm is None or step.name not in GEMMS or self._stays_wide(step):
             return False
         if self.recipe is None or not step.weights:
@@ -188,7 +188,7 @@ class LowPrecisionGemms:
 
     @property
     def widens(self) -> bool:
-        """Is the weight-gradient GEMM one of 16-bit tensors?"""
+        """Whether the weight-gradient GEMM is one of 16-bit tensors."""
         return self.recipe is not None and self.recipe.high_precision_weight_gradient
 
     def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
@@ -265,7 +265,7 @@ class LowPrecisionGemms:
         return self._originals.get(kept.storage, kept if kept.dtype == x.dtype else x)
 
     def _turns(self, step: TapeOp, shard: Value, whole: Value | None = None) -> bool:
-        """Are columnwise copies transposed from gathered rowwise ones?"""
+        """Whether columnwise copies are transposed from gathered rowwise ones."""
         assert self.recipe is not None
         whole = step.inputs[0] if whole is None else whole
         recipe = self.recipe
@@ -273,7 +273,7 @@ class LowPrecisionGemms:
 
     @property
     def _compiled(self) -> bool:
-        """May a kernel that casts compute the amax, too?"""
+        """Whether a kernel that casts may compute the amax, too."""
         return self.how.fusion is Fusion.COMPILED
 
     @property
@@ -295,7 +295,7 @@ class LowPrecisionGemms:
         return (1 + looks) * weight.nbytes + self._matrix(weight)
 
     def _keeps_original(self, step: TapeOp) -> bool:
-        """Is the input saved for backward a 16-bit tensor?"""
+        """Whether the input saved for backward is a 16-bit tensor."""
         return bool(step.saved) and step.saved[0].value.dtype == step.inputs[0].dtype
 
 

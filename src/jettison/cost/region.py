@@ -371,12 +371,12 @@ class _Timer:
 
     @cached_property
     def _grouped(self) -> bool:
-        """Does the region have grouped GEMMs of experts?"""
+        """Whether the region has grouped GEMMs of experts."""
         return any(step.name == GROUPED for step in self.tape.steps)
 
     @property
     def _replayed(self) -> bool:
-        """Do CUDA graphs replay experts? See NOTE [ Outside CUDA graphs ]."""
+        """Whether CUDA graphs replay experts. See NOTE [ Outside CUDA graphs ]."""
         return self.execution.graphed and self.execution.graphs_experts
 
     def _expert_launches(self, kernels: Sequence[Kernel]) -> float:

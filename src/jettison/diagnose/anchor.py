@@ -182,7 +182,7 @@ _COARSE: Final = 0.01
 """Steps per second, below which rounding changes a rate by more than 5 %."""
 
 
-def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, sequences: int = 0) -> MeasuredRun:
+def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, sequences: int) -> MeasuredRun:
     """Read what a file says of a run. Raise `UsageError` if it cannot be read, or says neither a peak nor a time.
 
     Args:

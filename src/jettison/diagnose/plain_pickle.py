@@ -83,7 +83,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _objection(data: bytes) -> str:
-    """Why it may not be loaded; "" where it may."""
+    """Reason why it may not be loaded; "" if it may."""
     steps, is_number, keeps = _STEPS, _IS_NUMBER, _KEEPS_COUNT
     at, end, count, numbers = 0, len(data), 0, 0
     while at < end:

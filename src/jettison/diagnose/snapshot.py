@@ -214,7 +214,7 @@ class Snapshot:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Does a file begin as a pickle of protocol 2 to 5 does?"""
+    """Whether a file begins as a pickle of protocol 2 to 5 does."""
     try:
         with path.open("rb") as file:
             begin = file.read(2)

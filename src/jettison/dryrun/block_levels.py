@@ -584,9 +584,7 @@ def _over_blocks(
 RANDOM_RUNS = 4
 
 
-def observe_block(
-    trace: ModelTrace, cls: BlockClass, workspace: Workspace | None = None
-) -> tuple[RegionOption, RegionOption]:
+def observe_block(trace: ModelTrace, cls: BlockClass, workspace: Workspace | None) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
     Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the

@@ -78,12 +78,7 @@ _MEASURED: dict[Any, MeasuredChoice] = {}
 
 
 def measure_choices(
-    trace: ModelTrace,
-    cls: BlockClass,
-    choices: Mapping[str, CheckpointPolicy],
-    progress: Progress,
-    *,
-    may_move: bool = False,
+    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress, *, may_move: bool
 ) -> dict[str, MeasuredChoice]:
     """Levels of each choice for a class of compiled blocks, by its key. ``may_move``: saved tensors pass hooks."""
     assert cls.compiled is not None

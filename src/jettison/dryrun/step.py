@@ -292,8 +292,8 @@ def dry_run_given(
     trace: ModelTrace,
     change: Callable[[nn.Module], object],
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    workspace: Workspace | None = None,
+    optimizer: torch.optim.Optimizer | None,
+    workspace: Workspace | None,
 ) -> GivenStep:
     """One step of a trace's fake copy after ``change`` was called with it. The state of the ``optimizer``, over the
     copy's parameters, is there from before the step that counts. Raises `TraceError` if what was changed needs values.

@@ -36,7 +36,7 @@ from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
-from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
+from jettison.parallel.fake_ranks import FakeDDP, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds, is_uniform
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number, nodes_behind
@@ -50,7 +50,7 @@ Scheduled: TypeAlias = "_PipelineSchedule"
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
 Copies: TypeAlias = Sequence[Any]
-"""Stand-ins for the models of a step, modules, and for schedules of a pipeline: `ImaginedSchedule`."""
+"""Stand-ins for the models of a step, modules, and for schedules of a pipeline: `FakeSchedule`."""
 _TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
 
 # schedules of torch.distributed.pipelining, recognized without importing it, which takes a second
@@ -394,7 +394,7 @@ class UserStep:
         self._hold_gradients()
         found = [t for model in self.all for t in static_tensors(model, (), self.optimizer)]
         found += [t for one in self.copies if not isinstance(one, nn.Module) for t in one.held()]
-        found += [t for one in self.all if isinstance(one, ImaginedReplica) for t in one.unused.values()]
+        found += [t for one in self.all if isinstance(one, FakeDDP) for t in one.unused.values()]
         return [*found, *_tensors(self.batches[-1])]
 
     @contextlib.contextmanager
@@ -440,7 +440,7 @@ class UserStep:
             if self.left is not None and parameter not in self.left:
                 continue
             held = self._own[parameter] if parameter in self._own else torch.empty_like(parameter)
-            if isinstance(owner, ImaginedReplica) and owner.views and parameter not in self.gradients:
+            if isinstance(owner, FakeDDP) and owner.views and parameter not in self.gradients:
                 owner.unused[parameter] = held
             else:
                 parameter.grad = held

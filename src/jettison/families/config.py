@@ -275,7 +275,7 @@ LEFT_OUT_TOWER: Final = " is left out: "
 
 
 def of_another_model(remark: str) -> bool:
-    """Is the remark about a head or a tower that the built class has and the described model lacks?"""
+    """Whether the remark is about a head or a tower that the built class has and the described model lacks."""
     return remark.startswith((OTHER_HEAD, "the ")) and (OTHER_HEAD in remark or LEFT_OUT_TOWER in remark)
 
 

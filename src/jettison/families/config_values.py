@@ -67,7 +67,7 @@ class ConfigFields:
                 )
 
     def knows(self, key: str) -> bool:
-        """Does this architecture read the key?"""
+        """Whether this architecture reads the key."""
         return key in self.family.defaults or key in self.family.required
 
     def spelled(self, key: str) -> str:

@@ -139,16 +139,12 @@ _AS_THEY_ARE: Final = ("defaults", "dropout", "layer_words", "pair", "tensor_par
 """Tables whose values are a configuration's, or names."""
 
 
-def _typed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with enum members for names, tuples for lists, and a `Norm`."""
-    return {key: _typed_value(key, value) for key, value in table.items()}
-
-
-def _typed_value(key: str, value: Any) -> Any:
+def _typed(key: str, value: Any) -> Any:
+    """A value of a family's file: enum members for names, tuples for lists, and a `Norm`."""
     if key == "norm":
         return Norm(**{**value, "kind": NormKind(value["kind"])})
     if isinstance(value, Mapping):
-        return _typed(value)
+        return {inner: _typed(inner, its) for inner, its in value.items()}
     return _CHOICES[key][value.upper()] if key in _CHOICES else tuple(value) if isinstance(value, list) else value
 
 
@@ -177,7 +173,7 @@ def _table(file: Path) -> dict[str, Any]:
 @cache
 def _family(file: Path) -> Family:
     table = _table(file)
-    own = {key: value if key in _AS_THEY_ARE else _typed_value(key, value) for key, value in table.items()}
+    own = {key: value if key in _AS_THEY_ARE else _typed(key, value) for key, value in table.items()}
     dropout, experts = {"attention": "attention_dropout", **own.pop("dropout", {})}, own.pop("experts", None)
     return Family(**own, dropout=dropout, experts=experts and Experts(**experts))
 

@@ -65,7 +65,7 @@ _SECONDS: Final = 5.0
 
 
 def is_hub_id(model: str) -> bool:
-    """Is this ``organisation/name``, and not an existing file or folder?"""
+    """Whether this is ``organisation/name``, and not an existing file or folder."""
     return bool(_ID.fullmatch(model)) and not model.endswith(".json") and not Path(model).exists()
 
 
@@ -117,7 +117,7 @@ def _fetched(model: str) -> Path:
 
 
 def _answers(url: str) -> bool:
-    """Does the Hub respond? Its own library retries six times, for half a minute, before it fails."""
+    """Whether the Hub responds. Its own library retries six times, for half a minute, before it fails."""
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 

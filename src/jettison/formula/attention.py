@@ -242,7 +242,7 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
 
 
 def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
-    """Does sdpa fall back to its math path? On CPU: dropout, values of other widths, gradients of additive masks."""
+    """Whether sdpa falls back to its math path: on CPU for dropout, values of other widths, or trained masks."""
     dropped = w.run.model.dropout_sites.attention and w.run.dropout > 0
     learned = added is not None and added.grad
     return w.kernels.device is Device.CPU and (dropped or learned or q.shape[-1] != v.shape[-1])
@@ -496,7 +496,7 @@ MASK: Final = "attention mask"
 
 
 def has_mask_tensor(w: Writer, spec: Attention) -> bool:
-    """Does a fused kernel need a mask tensor? A window no longer than the sequence needs one too."""
+    """Whether a fused kernel needs a mask tensor. A window no longer than the sequence needs one too."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
     given = w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.always_masks)
@@ -613,7 +613,7 @@ def _still_joined(w: Writer, x: Value) -> int:
 def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
     """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
     if w.kernels.indexed_rotary and w.run.packed:
-        return _looked_up(w, name, dim, whose)
+        return _looked_up(w, dim, whose)
     if not w.kernels.expanded_rotary or w.kernels.fused_rotary:
         return w.table(name, (w.run.seq, dim), dtype)
     key = f"{whose} {name}" if w.kernels.rotary_per_tensor else name
@@ -623,7 +623,7 @@ def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
     return w.spread[key]
 
 
-def _looked_up(w: Writer, name: str, dim: int, whose: str) -> Value:
+def _looked_up(w: Writer, dim: int, whose: str) -> Value:
     """Half of the rows that positions name, b × s × d in all: a view, since cosines and sines lie side by side."""
     shape = (w.run.micro_batch, w.run.seq, dim)
     if whose not in w.spread:

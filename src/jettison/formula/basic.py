@@ -289,7 +289,7 @@ def convolution(
     )
 
 
-def name_given(w: Writer, x: Value, whole: Value | None = None) -> None:
+def name_given(w: Writer, x: Value, whole: Value | None) -> None:
     """Record that a block's callers reference its input, which matters if its matmuls save copies of it instead.
 
     Args:

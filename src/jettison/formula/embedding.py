@@ -138,7 +138,7 @@ def _patched(w: Writer, spec: Patches) -> Value:
     return _closed(w, x)
 
 
-def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
+def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool) -> Value:
     """Token embeddings looked up in the vocabulary's table.
 
     Args:

@@ -226,7 +226,7 @@ class Backward:
         return self.peak, behind
 
     def _runs(self, step: TapeOp) -> bool:
-        """Does this backward run the step's backward?"""
+        """Whether this backward runs the step's backward."""
         return step.differentiable
 
     def _grow(self, nbytes: int) -> None:
@@ -415,7 +415,7 @@ _PRODUCT, _COPY, _WEIGHTS = "aten.bmm.default", "aten.clone.default", "aten._sof
 _CORE = frozenset((_PRODUCT, _WEIGHTS, "aten._scaled_dot_product_flash_attention.default"))
 
 
-def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int, int]:
+def forward_height(region: Region, *, names_outputs: bool) -> tuple[int, int]:
     """Peak bytes of a forward with its input and output: while weights are read, and after that."""
     last = dict(region.last_ops)
     for value, until in _held(region, names_outputs):

@@ -137,7 +137,7 @@ def _copies_logits(w: Writer) -> bool:
 
 
 def _autocast_loss(w: Writer) -> bool:
-    """Is the loss in 16 bits under autocast, although on its fp32 list, where layers of a frozen base need no cast?"""
+    """Whether the loss is in 16 bits although on autocast's fp32 list, since layers of a frozen base need no cast."""
     precision = w.run.precision
     mixed = w.run.tuning is not None and precision.parameter == "float32" != precision.compute
     return mixed and w.kernels.model_code and w.kernels.device is not Device.CPU

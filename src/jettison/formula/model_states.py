@@ -140,7 +140,9 @@ def _trained(
     """Model states of one trained weight."""
     ranks = layout.expert_shards if w.expert else layout.shards
     wrapped = ranks > 1 or (w.expert and layout.shards > 1) or on_host.moves_parameters  # NOTE [ Groups of one rank ]
-    own = _own(precision, w.dtype) if w.dtype else precision
+    own = precision
+    if w.dtype:  # a weight in a dtype of its own has no copy in another one
+        own = replace(own, parameter=w.dtype, gradient=w.dtype, accumulator=None, master=None, optimizer_gradient=None)
     quantized_parameters = precision.recipe is not None and precision.recipe.parameters
     shard = -(-w.numel // ranks)
     updated = shard if layout.zero >= 1 else w.numel
@@ -185,11 +187,6 @@ def _trained(
     )
 
 
-def _own(precision: Precision, dtype: str) -> Precision:
-    """Precision of a weight in a dtype of its own: no copy of it in another one."""
-    return replace(precision, parameter=dtype, gradient=dtype, accumulator=None, master=None, optimizer_gradient=None)
-
-
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:
     """Bytes of the optimizer's state for ``elements`` of a weight, without the master copy.
 
@@ -223,7 +220,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
 
 
 def _eight(weight: Weight, kind: Optimizer) -> bool:
-    """Are moments bytes? transformers 5.23, ``trainer.py``: ``register_module_override(..., {"optim_bits": 32})``."""
+    """Whether moments have 8 bits: ``register_module_override`` in ``trainer.py`` of transformers 5.23."""
     table = weight.name.rpartition(".")[2] in ("tokens", "positions", "segments")  # each an ``nn.Embedding``
     return kind is Optimizer.ADAM8BIT or (kind is Optimizer.ADAM8BIT_TRAINER and not table)
 

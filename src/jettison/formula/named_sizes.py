@@ -37,7 +37,7 @@ MODEL_NAMES: Final = MappingProxyType({"hidden": "h", "vocab": "V", "max_positio
 
 
 def has_names(layer: Layer) -> bool:
-    """Does each of the layer's sizes have a symbol?"""
+    """Whether each of the layer's sizes has a symbol."""
     return layer.cross is None and type(layer.attention) in NAMES and type(layer.mlp) in NAMES
 
 

@@ -341,7 +341,7 @@ class _DeltaRule:
 
     @property
     def _spread(self) -> bool:
-        """Do heads share keys, of which each gets a copy?"""
+        """Whether heads share keys, of which each gets a copy."""
         return self.spec.key_heads < self.spec.value_heads
 
     def chunks(self, q: Value, k: Value, v: Value, strength: Value, rate: Value) -> Value:

@@ -188,9 +188,7 @@ def weight_half(
     )
 
 
-def checkpointed_weight_half(
-    regions: Sequence[Region], rule: GradientRule, *, last: bool = False
-) -> tuple[WeightStep, ...]:
+def checkpointed_weight_half(regions: Sequence[Region], rule: GradientRule, *, last: bool) -> tuple[WeightStep, ...]:
     """The second half of a checkpoint over ``regions``. See NOTE [ Checkpoints under two halves ].
 
     Args:

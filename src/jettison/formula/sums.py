@@ -225,14 +225,14 @@ ZERO: Final = Sum(())
 
 
 class SizeGuard(NamedTuple):
-    """A decision of a walk: is ``difference`` above 0 (or equal to 0, with ``zero``)? The outcome was ``held``."""
+    """A decision of a walk: whether ``difference`` is above 0 (or 0, with ``zero``). The outcome was ``held``."""
 
     difference: Sum
     zero: bool
     held: bool
 
     def same(self, sizes: Mapping[str, int]) -> bool:
-        """Does it have the same outcome at these sizes?"""
+        """Whether it has the same outcome at these sizes."""
         value = self.difference.value(sizes)
         return (value == 0 if self.zero else value > 0) is self.held
 

@@ -398,7 +398,7 @@ class Writer:
     spread: dict[str, Value] = field(default_factory=dict)
     copies: dict[str, Value] = field(default_factory=dict)
     repeats: bool = False
-    """Do all parameters belong to another region?"""
+    """Whether all parameters belong to another region."""
     rules: tuple[Rule, ...] = ()
     """FP8 recipes of layers that differ from the run's."""
     _random: Value | None = None
@@ -437,7 +437,7 @@ class Writer:
 
     @property
     def listed(self) -> bool:
-        """Do norms, softmax and powers run in fp32 under autocast, as on CUDA only? NOTE [ Autocast ]."""
+        """Whether norms, softmax and powers run in fp32 under autocast, as on CUDA only. NOTE [ Autocast ]."""
         return self.run.precision.casts is not None and self.kernels.device is not Device.CPU
 
     @property
@@ -587,12 +587,12 @@ class Writer:
         return weight
 
     def uses_recipe(self, features: int, *, head: bool) -> bool:
-        """Does an FP8/FP4 recipe apply to a matmul with so many outputs? The head's is torch's, as are gates'."""
+        """Whether an FP8/FP4 recipe applies to a matmul with so many outputs. The head's is torch's, as are gates'."""
         return self.recipe is not None and features > 1 and not head
 
     @property
     def one_block(self) -> bool:
-        """Is a gated block with its adapters one op? Only if all its linear layers have adapters."""
+        """Whether a gated block with its adapters is one op: only if all its linear layers have adapters."""
         tuning = self.run.tuning
         fused = self.kernels.fused_adapters and self.kernels.fused_gate
         return fused and tuning is not None and all(map(tuning.adapts, ("gate", "up", "down")))
@@ -612,7 +612,7 @@ class Writer:
 
     @property
     def quantises(self) -> bool:
-        """Do matmuls run in fp8 without a recipe?"""
+        """Whether matmuls run in fp8 without a recipe."""
         precision = self.run.precision
         return precision.gemm_inputs is not None and precision.recipe is None and self.other_recipe != BF16_GEMMS
 

@@ -65,7 +65,7 @@ class Exported(TargetOutput):
 
     @property
     def exact(self) -> bool:
-        """Is nothing of the plan lost?"""
+        """Whether nothing of the plan is lost."""
         return not self.lost
 
     def document(self) -> dict[str, Any]:

@@ -58,17 +58,17 @@ class Decision:
 
     @property
     def plain(self) -> bool:
-        """Does the layer run under plain autograd?"""
+        """Whether the layer runs under plain autograd."""
         return not self.offloaded and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
     def whole(self) -> bool:
-        """Does the layer keep only its inputs and what cannot be recomputed?"""
+        """Whether the layer keeps only its inputs and what cannot be recomputed."""
         return not self.offloaded and not self.packed and self.kept <= Full().kept(self.program)
 
     @property
     def only_moves(self) -> bool:
-        """Are saved tensors offloaded to CPU, and none recomputed?"""
+        """Whether saved tensors are offloaded to CPU, and none recomputed."""
         return bool(self.offloaded) and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
@@ -140,17 +140,17 @@ class Subject:
 
     @property
     def moves(self) -> bool:
-        """Does the plan offload tensors of a layer to CPU?"""
+        """Whether the plan offloads tensors of a layer to CPU."""
         return any(decision.offloaded for decision in self.decisions)
 
     @property
     def whole_layers(self) -> bool:
-        """Is each layer either left alone or fully recomputed?"""
+        """Whether each layer is either not checkpointed or fully recomputed."""
         return all(decision.plain or decision.whole for decision in self.decisions)
 
     @property
     def live(self) -> bool:
-        """Is it the plan of a live module?"""
+        """Whether it is the plan of a live module."""
         return self.described is None
 
 
@@ -314,7 +314,7 @@ def drawing(program: Program) -> frozenset[int]:
 
 
 def draws_again(policy: LayerPolicy) -> bool:
-    """Does recomputation draw the layer's random numbers a second time, from the forward's generator state?"""
+    """Whether recomputation draws the layer's random numbers a second time, from the forward's generator state."""
     calls = op_calls(policy.program)
     return policy.action is not LayerAction.KEEP and not {calls[o] for o in drawing(policy.program)} <= set(
         policy.saves

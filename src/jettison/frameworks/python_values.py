@@ -121,12 +121,12 @@ def configurations(text: str) -> list[str]:
 
 
 def _called(value: Any) -> bool:
-    """Is the value the result of a call?"""
+    """Whether the value is the result of a call."""
     return isinstance(value, dict) and "" in value
 
 
 def _open(value: Any) -> bool:
-    """Is the value, or an element of it, unknown?"""
+    """Whether the value, or an element of it, is unknown."""
     if isinstance(value, list | dict):
         return any(_open(one) or _called(one) for one in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, UnknownValue)
@@ -523,7 +523,7 @@ class _Module:
         return found
 
     def _default(self, name: str, owner: Any) -> bool:
-        """Does the command line have a default for this argument of its, not another object's? It is noted."""
+        """Whether the command line has a default for this argument of its, not another object's. It is noted."""
         found = self.options.get(name)
         known = not (found is None or _open(found) or _called(found)) and (not _called(owner) or "pars" in owner[""])
         self.used |= {name: found} if known else {}

@@ -209,7 +209,7 @@ class Keys:
     # for readers ------------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Does the file have this key, with a value other than null?"""
+        """Whether the file has this key, with a value other than null."""
         self._asked_for.add(key)
         return self.values.get(key) is not None
 
@@ -244,7 +244,7 @@ class Keys:
         return value
 
     def on(self, key: str, default: bool = False) -> bool:
-        """Is the option on? A flag without a value is, and so is ``true`` as text."""
+        """Whether the option is on. A flag without a value is, and so is ``true`` as text."""
         self._unset(key)
         value = self.get(key, default)
         return value if isinstance(value, bool) else not _off(value)
@@ -336,7 +336,7 @@ class Keys:
         return iter([key for key in self.values if any(fnmatchcase(key, glob) for glob in globs)])
 
     def some(self, *globs: str) -> bool:
-        """Does any key match one of these patterns?"""
+        """Whether any key matches one of these patterns."""
         return any(self.matching(*globs))
 
     def under(self, name: str, prefix: str, file: ConfigFile | None = None) -> None:
@@ -766,7 +766,7 @@ def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_run_file(model: str) -> bool:
-    """Is this a framework's file and not a model's ``config.json``?"""
+    """Whether this is a framework's file and not a model's ``config.json``."""
     file, _ = split_name(Path(model))
     return file.is_file() and file.suffix.lower() != ".json" and _table(read_config_file(Path(model))) is not None
 
@@ -833,7 +833,7 @@ def _off(value: Any) -> bool:
 
 
 def _variable(value: Any) -> bool:
-    """Is the value an unset shell variable, or "auto", which another program fills in?"""
+    """Whether the value is an unset shell variable, or "auto", which another program fills in."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str) and (first.startswith("$") or value == "auto" or isinstance(first, UnknownValue))
 

@@ -361,7 +361,7 @@ class _Script:
         return elements[int(at)] if at.isdecimal() and int(at) < len(elements) else match[0]
 
     def _all(self, tests: Sequence[tuple[str, str]]) -> bool:
-        """Do tests joined by && and || hold? Unknown ones count as false."""
+        """Whether tests joined by && and || hold. Unknown ones count as false."""
         found, join = True, "&&"
         for words, follows in tests:
             holds = bool(self._holds(words)) if words.strip() else True
@@ -370,7 +370,7 @@ class _Script:
         return found
 
     def _holds(self, words: str) -> bool | None:
-        """Does a test hold? None if unknown."""
+        """Whether a test holds; None if unknown."""
         words = words.strip()
         if words.startswith("! "):
             inner = self._holds(words[2:])

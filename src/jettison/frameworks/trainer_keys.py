@@ -121,7 +121,7 @@ def _visible(keys: Keys) -> int | None:
 
 
 def half(keys: Keys, *, default: bool = False) -> bool:
-    """Do matmuls run in 16 bits under autocast? TRL's trainers do by default."""
+    """Whether matmuls run in 16 bits under autocast. They do by default in TRL's trainers."""
     bf16, fp16 = keys.on("bf16", default and not keys.on("fp16")), keys.on("fp16")
     asked = keys.text("accelerate.mixed_precision", keys.text("mixed_precision", "no"))
     if (fp16 and not bf16) or asked == "fp16":

@@ -244,7 +244,7 @@ def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) ->
 
 
 class Weights(StrEnum):
-    """When the weights of a chunk are all-gathered and resharded."""
+    """Events at which the weights of a chunk are all-gathered and resharded."""
 
     RESIDENT = "resident"  # always unsharded
     GATHERED = "gathered"  # unsharded by each pass that finds shards
@@ -348,7 +348,7 @@ class DeviceOrder:
 
     @cached_property
     def splits(self) -> bool:
-        """Are backwards split?"""
+        """Whether backwards are split."""
         return any(step.work is Work.WEIGHT for step in self.steps)
 
     @property

@@ -49,7 +49,7 @@ class Lifetime:
     end: Event
 
     def covers(self, event: Event) -> bool:
-        """Are the bytes allocated right after ``event``?"""
+        """Whether the bytes are allocated right after ``event``."""
         return (event - self.begin) % len(Event) < (self.end - self.begin) % len(Event)
 
 
@@ -113,7 +113,7 @@ class StageLoad:
         return kept * sum(total_bytes(units, "gradient") for units in self.own)
 
     def adds(self, state: Occupancy) -> bool:
-        """Does the coming backward add to gradients that its chunk already has?"""
+        """Whether the coming backward adds to gradients that its chunk already has."""
         if self.gradients is Gradients.ACCUMULATOR:
             return False
         if self.gradients is Gradients.UPFRONT or not state.learned:

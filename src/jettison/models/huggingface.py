@@ -96,7 +96,7 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _about_defaults(error: Exception, values: Mapping[str, Any], transformers: Any) -> str:
-    """Which of the values that an error names nobody wrote: they are the class's."""
+    """Values named in an error that the user did not set: defaults of the class."""
     kind = transformers.CONFIG_MAPPING[values["model_type"]]
     said = set(re.findall(r"[A-Za-z_]\w+", str(error)))
     defaults = {
@@ -225,7 +225,7 @@ def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, 
 
 
 def takes_tokens(cls: Any) -> bool:
-    """Does a class of models take sequences of any length? Others read it off their configuration."""
+    """Whether a class of models takes sequences of any length. Others read it off their configuration."""
     name = getattr(cls, "main_input_name", "input_ids")
     return name == "input_ids" or (name == "input_features" and "ConditionalGeneration" in cls.__name__)
 

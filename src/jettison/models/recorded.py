@@ -268,7 +268,7 @@ def regions_of(trace: ModelTrace) -> RecordedRegions:
 
 
 def is_chain(trace: ModelTrace) -> bool:
-    """Is the result of one block all that a gradient goes back through from the next?"""
+    """Whether gradients flow back from the next block through the result of this one alone."""
     blocks = trace.root.blocks
     for index, call in enumerate(trace.calls[1:], 1):
         cls = trace.classes[call.class_key]
@@ -389,7 +389,7 @@ class _TraceRegions:
         return not buffer.free and buffer.source is not Source.PARAMETER and b not in self.trace.root.names
 
     def _kept_inside(self, b: int) -> bool:
-        """Does the block that made it keep it as well?"""
+        """Whether the block that made it keeps it as well."""
         if b not in self.trace.root.blocks:
             return False
         call, leaf = self.trace.root.blocks[b]

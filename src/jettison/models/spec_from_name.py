@@ -84,5 +84,5 @@ def never_record() -> None:
 
 
 def can_record() -> bool:
-    """Are the libraries there that a trace needs, and may they be used?"""
+    """Whether the libraries that a trace needs are installed, and may be used."""
     return not _forbidden and all(find_spec(library) is not None for library in ("torch", "transformers"))

@@ -200,7 +200,7 @@ def _pieces(x: Tensor, context: Context) -> list[Tensor]:
 
 
 def kernel_fits(q: Tensor) -> bool:
-    """Is there a fused kernel for queries like these? CUDA's that knows causal rows is for 16-bit and some widths."""
+    """Whether a fused kernel takes queries like these. CUDA's with causal rows is for 16 bits and some widths."""
     if q.device.type in ("cpu", "meta"):
         return q.is_floating_point()
     d = q.shape[-1]
@@ -281,7 +281,7 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) ->
 NAME: Final = "jettison_context"
 """Name of the function among transformers' attention functions."""
 _CORES: Final = {f"{RECORD}.GptAttention": False, f"{RECORD}.LlamaAttention": True}
-"""Attentions of the models of record: is the core a kernel that knows a causal mask?"""
+"""Attentions of the models of record, and whether the core is a kernel that knows a causal mask."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ def _check(model: nn.Module, kernel: str) -> None:
 
 
 def has_window(config: Any) -> bool:
-    """Does attention of one of transformers' models see a window only?"""
+    """Whether attention of one of transformers' models sees a window only."""
     return getattr(config, "sliding_window", None) is not None and bool(getattr(config, "use_sliding_window", True))
 
 

@@ -78,7 +78,7 @@ class Ranks:
         return RuntimeError(why)
 
     def missing(self, places: Sequence[int]) -> str:
-        """Why they cannot where these places did not come in time."""
+        """Reason why they cannot, if these places did not arrive in time."""
         return f"{ranks_in_words(places)} did not come within {self.seconds:g} s"
 
     def merged(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value:

@@ -183,7 +183,7 @@ def apply_plan(
     traced: ModelTrace,
     plan: Plan,
     how: Check,
-    host_budget_bytes: int | None = None,
+    host_budget_bytes: int | None,
     *,
     confirms: bool = False,
 ) -> Applied:

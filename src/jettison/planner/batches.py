@@ -96,7 +96,7 @@ class Cover:
     peak_bytes: int
 
     def covers(self, shape: BatchShape, trained: bytes) -> bool:
-        """Does a step on such a batch need no more memory?"""
+        """Whether a step on such a batch needs no more memory."""
         return self.shape.covers(shape) and _is_within(trained, self.trained)
 
 
@@ -367,7 +367,7 @@ def _ops(traces: Sequence[ModelTrace]) -> Set[tuple[str, ...]]:
 
 
 def _is_within(trained: bytes, most: bytes) -> bool:
-    """Are all trained parameters among the others? A model with other parameters is reported elsewhere."""
+    """Whether all trained parameters are among the others. A model with other parameters is reported elsewhere."""
     return trained == most or len(trained) != len(most) or all(map(operator.le, trained, most))
 
 

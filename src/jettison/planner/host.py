@@ -204,6 +204,6 @@ def option_at(point: FrontierPoint, measured: Mapping[str, RegionOption], saved:
 
 
 def is_timed(key: str) -> bool:
-    """Does the option's choice of offloaded tensors depend on measured seconds?"""
+    """Whether the option's choice of offloaded tensors depends on measured seconds."""
     _, sends, how = key.removesuffix(PACK).partition(SEND)
     return bool(sends) and how != ALL

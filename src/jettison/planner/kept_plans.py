@@ -366,7 +366,7 @@ class CodeDigest:
                 waiting.append(type(one))
 
     def _reads(self, one: Any, module: str) -> bool:
-        """Is it new, and of no large library? Of such a library the version is added."""
+        """Whether it is new, and of no large library. Of such a library the version is added."""
         if id(one) in self._seen:
             return False
         self._seen[id(one)] = one

@@ -25,7 +25,7 @@ from jettison.core.progress import Progress, on_terminal, reported, shown
 from jettison.core.units import format_bytes
 from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of, stages_of
-from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
+from jettison.parallel.fake_ranks import held_by_ddp, inside_of_ddp
 from jettison.parallel.recompute_agreement import Agreement, BudgetVerdict, Group, groups_for, ranks_in, talking_groups
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans, alike, padded_batch
@@ -673,7 +673,7 @@ class PlanningRanks:
         return set(self.sharing.union(self.replicas.union(names)))
 
     def follow(self, kept: KeptPlans | None) -> bool:
-        """Do all ranks reuse kept plans? All call this. One that gets its plan can, unless it once kept its own."""
+        """Whether all ranks reuse kept plans; all call this. One that is sent its plan can, unless it kept its own."""
         makes = self.sharing.leads and self.replicas.leads  # its own plans, or plans for others
         here = not makes if kept is None else bool(kept.plans) or not (makes or kept.file.exists())
         number = self.replicas.least(self.stages.least(int(here)))

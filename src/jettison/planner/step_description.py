@@ -32,7 +32,7 @@ from jettison.dryrun.user_step import (
     modules_of,
     observe,
 )
-from jettison.parallel.imagined import ImaginedReplica, gradients_stay, imagined_copy, inside_of_ddp, may_leave_out
+from jettison.parallel.fake_ranks import FakeDDP, gradients_stay, inside_of_ddp, may_leave_out, sharded_fake_copy
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.host import Host
@@ -146,7 +146,7 @@ class OwnStep(Described):
         """Return the step with parameters that other ranks' parts of it reach (see `reached`)."""
         gradients = dict(self.gradients)
         for number, copied in enumerate(modules_of(self.copies)):
-            if isinstance(copied, ImaginedReplica):
+            if isinstance(copied, FakeDDP):
                 found = [p for name, p in copied.named_parameters() if f"{number}.{name}" in names]
                 new = [p for p in found if p not in gradients and p.requires_grad]
                 if new:
@@ -165,7 +165,7 @@ def describe_step(
     regions: Iterable[str] | None,
     loop: Loop,
     progress: Progress,
-    stages: Agreement | None = None,
+    stages: Agreement | None,
 ) -> OwnStep:
     """Run the step on fake tensors, and trace the models in its calls. ``blocks``: of each model, if known; else
     ``regions``, or repeated blocks. ``stages``: agreement with ranks that run other stages of the step's pipelines.
@@ -178,7 +178,7 @@ def describe_step(
     counted = Counted()
     seen = observe(step, copies, batches, mode, optimizer, _copied(optimizer, modules, copies, mode), counted, modules)
     for copied, use in zip(modules_of(copies), seen.uses, strict=True):
-        if isinstance(copied, ImaginedReplica):
+        if isinstance(copied, FakeDDP):
             copied.gradients_wait, copied.freed = (
                 loop.gradients_preallocated or use.adds_up,
                 not loop.gradients_preallocated,
@@ -213,10 +213,10 @@ def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, sta
 
     def copied(number: int, one: nn.Module | Scheduled) -> Any:
         if isinstance(one, nn.Module):
-            return imagined_copy(one, mode)
-        from jettison.dryrun.imagined_pipeline import ImaginedSchedule
+            return sharded_fake_copy(one, mode)
+        from jettison.dryrun.fake_pipeline import FakeSchedule
 
-        return ImaginedSchedule(one, mode, stages, number=number)
+        return FakeSchedule(one, mode, stages, number=number)
 
     with torch.random.fork_rng(devices=[]):
         return [copied(number, one) for number, one in enumerate(models)]

@@ -225,7 +225,7 @@ def _accumulated(run: Run, part: StageRegion) -> int:
 # chunks ---------------------------------------------------------------------------------------------------------------
 
 
-def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, reducing: bool = False) -> list[Unit]:
+def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, reducing: bool) -> list[Unit]:
     """Add all-gathered weights and reduced gradients to a chunk's units; the first and last of equal ones are apart.
 
     Args:

@@ -211,7 +211,7 @@ class Table(NamedTuple):
     parameters: Sum  # on one rank
 
     def holds(self, sizes: Mapping[str, int], known: dict[SizeGuard, bool] | None = None) -> bool:
-        """Is it the table for these sizes? ``known``: what guards say there, which many tables share."""
+        """Whether it is the table for these sizes. ``known``: outcomes of guards at them, which many tables share."""
         known = {} if known is None else known
         return all(known[g] if g in known else known.setdefault(g, g.same(sizes)) for g in self.guards)
 

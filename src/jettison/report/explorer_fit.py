@@ -118,7 +118,7 @@ def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _described(subject: PageModel) -> bool:
-    """Has each size of the model a symbol, and do its ends ask for one kind of layers?"""
+    """Whether each size of the model has a symbol, and its embedding and head need one kind of layers."""
     model = subject.model
     named = all(isinstance(kind, Layer) and has_names(kind) for kind in model.kinds)
     plain = model.patches is None and model.audio is None and model.pair is None and model.source is None
@@ -263,7 +263,7 @@ _ASKED: Final = {"seq": "s", "micro_batch": "b", "tp": "t", "cp": "cp", "ep": "e
 
 
 def described(precision: str, rank: int, base: str) -> bool:
-    """Has the page such weights? PyTorch's kernels have no FP8 under adapters; 4-bit weights are usual in bf16."""
+    """Whether the page has such weights: no FP8 under adapters, which PyTorch lacks; 4-bit ones in bf16 only."""
     if base == PACKED:
         return rank > 0 and precision == PRECISIONS[0]
     return not (rank and precision == FP8)

@@ -139,7 +139,7 @@ class LedgerReport:
 
     @property
     def fits(self) -> bool:
-        """Is the peak within what it is held against?"""
+        """Whether the peak is within its limit."""
         return self.limit is None or self.peak_bytes <= self.limit.nbytes
 
     @cached_property
@@ -272,10 +272,10 @@ def forecast_report(
     asked: Resolved,
     found: Forecast,
     *,
-    limit: Limit | None = None,
-    choice: AutoForecast | None = None,
-    fit: FitAnswer | None = None,
-    explanation: Explanation | None = None,
+    limit: Limit | None,
+    choice: AutoForecast | None,
+    fit: FitAnswer | None,
+    explanation: Explanation | None,
 ) -> LedgerReport:
     """A forecast in the form that ledgers of live models have as well.
 

@@ -100,7 +100,7 @@ def _kept(layer: LayerPolicy) -> tuple[int, int]:
     return layer.decision.kept_bytes, layer.kept_bytes
 
 
-def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None) -> dict[str, Any]:
     """In the place of a plan.
 
     Args:

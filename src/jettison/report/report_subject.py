@@ -366,7 +366,7 @@ class _End:
     eval_loss: float | None = None
 
 
-def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSubject:
+def run_subject(text: str, name: str, *, plans: Sequence[Plan]) -> ReportSubject:
     """A training run: its log, and the plans that it followed. Raise `UsageError` if it is no log of a run.
 
     Args:

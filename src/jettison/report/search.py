@@ -216,7 +216,7 @@ class SearchReport:
 
 
 def nothing_document(
-    model: str, gpus: int, gpu: str, error: NothingFits, request: Mapping[str, Any] | None = None
+    model: str, gpus: int, gpu: str, error: NothingFits, request: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """A document where nothing fits: the closest candidate and the bytes that it lacks."""
     device = hardware(gpu)

@@ -89,7 +89,7 @@ def is_live(model: str) -> bool:
     return bool(colon) and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tuple[str, ...] = ()) -> None:
+def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tuple[str, ...]) -> None:
     """Reject requests that a trace cannot answer: it sees the module as built, with one rank, its kernels and dropout.
     Raise `UsageError` for a flag that does not apply to traces.
 

@@ -32,11 +32,11 @@ from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.ledger.program import Program
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
+from jettison.runtime.checkpoint_fallback import OffloadHooks, run_moving
 from jettison.runtime.cuda_graphs import refuse_capture
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload import Group
 from jettison.runtime.planned import PlannedForward, RegionReport
-from jettison.runtime.without_recipe import OffloadHooks, run_moving
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by
 from jettison.solve.problem import OffloadedTensor

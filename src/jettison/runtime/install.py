@@ -127,9 +127,9 @@ def install_more(
     traced: ModelTrace,
     policies: Mapping[str, CheckpointPolicy],
     root: CheckpointPolicy,
-    segments: Iterable[list[str]] = (),
+    segments: Iterable[list[str]],
     *,
-    host_budget_bytes: int | None = None,
+    host_budget_bytes: int | None,
 ) -> int:
     """Add a plan to installed regions and return its number (`follow`). Blocks added later keep everything."""
     plans = _region_plans(traced, policies, root, segments)

@@ -42,6 +42,7 @@ from jettison.runtime.callers import (
     whose_copy,
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
+from jettison.runtime.checkpoint_fallback import run_interrupted, run_without_recipe
 from jettison.runtime.cuda_graphs import is_capturing, refuse_capture
 from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
@@ -50,7 +51,6 @@ from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import code_of
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
 from jettison.runtime.saved_tensor_hooks import BoundaryHook, Frame, current_frame, is_pack_listened_to, running, unpack
-from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 

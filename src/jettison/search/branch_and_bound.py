@@ -407,7 +407,7 @@ class Incumbents:
     peaks: list[int]
 
     def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
-        """Could a candidate with these bounds be listed, or be on the front?
+        """Whether a candidate with these bounds could be listed, or be on the Pareto front.
 
         Args:
             ranks: it could be the best of its setup.

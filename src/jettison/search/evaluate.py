@@ -246,7 +246,7 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        """Is it within its limits, and was it timed?"""
+        """Whether it is within its limits, and was timed."""
         return self.lacks <= 0 and self.figures.seconds is not None
 
     @property
@@ -507,7 +507,7 @@ def _signature(setup: Setup) -> _Key:
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
-    """Do the known figures answer the task?"""
+    """Whether the known figures answer the task."""
     if known is None:
         return False
     fits = task.limit_bytes is None or known.peak_bytes <= task.limit_bytes

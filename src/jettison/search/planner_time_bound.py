@@ -82,15 +82,15 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
         return max(least_seconds(timed), with_ends(timed, _played(timed, again), hiding))
     lines = [_line_ends(timed, i, again[i]) for i in range(run.layout.pp)]
     first = with_ends(timed, [max(ends for _, ends in lines)], [sum(timed.stages[0].forward)])
-    own = [_interleaved(timed, i, lines[i][0], again[i], hiding[i]) for i in range(run.layout.pp)]
+    own = [_interleaved(timed, i, lines[i][0], hiding[i]) for i in range(run.layout.pp)]
     return max(least_seconds(timed), first, max(own) + max(stage.optimizer for stage in timed.stages))
 
 
-def _interleaved(timed: Estimate, device: int, line: float, again: float, hiding: float) -> float:
+def _interleaved(timed: Estimate, device: int, line: float, hiding: float) -> float:
     """End of a device and of its reduction: NOTE [ Least seconds of a planner ], second paragraph.
 
     Args:
-        line: end of its last backward by `_line_ends`, with ``again`` in each micro-batch.
+        line: end of its last backward by `_line_ends`, with recomputation in each micro-batch.
         hiding: recomputation of a micro-batch, including the part that idle time hides.
     """
     stage, end, count = timed.stages[device], timed.replay.ends[device], timed.run.micro_batches
@@ -270,7 +270,7 @@ def _segments(prices: PriceModel, region: Region, policy: str, alike: bool) -> S
 
 
 def _on_or_above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
-    """Is the point in the middle on or above the line through the others?"""
+    """Whether the point in the middle is on or above the line through the others."""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
 
 

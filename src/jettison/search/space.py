@@ -141,7 +141,7 @@ class SearchCandidate:
 
     @property
     def is_planned(self) -> bool:
-        """Does a planner choose its recomputation?"""
+        """Whether a planner chooses its recomputation."""
         return bool(self.budgets) and not self.recompute.whole
 
     def run(self, template: Run) -> Run:
@@ -252,12 +252,12 @@ class Space:
         return tuple(dict.fromkeys(plan for kind in self._all_plans.values() for plan in kind))
 
     def _kind(self, setup: Setup) -> tuple[int, bool]:
-        """Key of a setup's plans: most layers of a chunk, and is it a pipeline?"""
+        """Key of a setup's plans: most layers of a chunk, and whether it is a pipeline."""
         return max(setup.layout.layers_per_chunk(self.template.model.depth)), setup.layout.pp > 1
 
     @property
     def asks_planner(self) -> bool:
-        """Is the planner among the plans?"""
+        """Whether the planner is among the plans."""
         return str(Mode.AUTO) in self.axes.plans
 
     @property

@@ -319,7 +319,7 @@ class Flow:
     source_side: frozenset[int]
 
 
-def maximum_flow(network: CutNetwork, price: int, start: Flow | None = None) -> Flow:
+def maximum_flow(network: CutNetwork, price: int, start: Flow | None) -> Flow:
     """The maximum flow at ``price``, continued from ``start`` at the same or a lower price."""
     residual = list(start.residual if start else network.fixed)
     growth = price - (start.price if start else 0)

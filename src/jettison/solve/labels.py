@@ -125,7 +125,7 @@ class _Arrays:
         return int(labels[SPENT].argmin())
 
     def plain(self, r: int) -> bool:
-        """Do labels at a position only differ in bytes held and seconds?"""
+        """Whether labels at a position only differ in bytes held and seconds."""
         return self.walk.host_budget_bytes is None and len(self.walk.sent[r]) == 1
 
     def extended(self, labels: list[Integers], arriving: Sequence[WalkMove], r: int, below: int | None) -> Integers:

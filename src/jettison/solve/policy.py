@@ -64,7 +64,7 @@ def packed_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
 
 
 def can_move(program: Program, b: int) -> bool:
-    """Can a buffer be offloaded? Only the region's own buffers: parameters, arguments shared by regions and captured
+    """Whether a buffer can be offloaded: only the region's own. Parameters, arguments shared by regions and captured
     tensors live anyway, and random states are small.
     """
     buffer = program.buffers[b]
@@ -576,7 +576,7 @@ def sent(program: Program, kept: frozenset[int], modules: tuple[str, ...]) -> fr
 
 
 def is_fused(program: Program) -> bool:
-    """Is attention one kernel? It saves no scores, so recomputing its core frees next to nothing."""
+    """Whether attention is one kernel. It saves no scores, so recomputing its core frees next to nothing."""
     return any(_FUSED in op.name for op in program.ops)
 
 
@@ -615,7 +615,7 @@ def _is_latent(program: Program) -> bool:
 
 
 def _makes_heads(op: Op, latent: bool) -> bool:
-    """Does the op make heads? Multi-latent attention rotates heads inside the module that makes them."""
+    """Whether the op makes heads. Multi-latent attention rotates heads inside the module that makes them."""
     return op.path.startswith("attention.") or (latent and op.path == "attention")
 
 

@@ -38,7 +38,7 @@ def with_starts(model: ModelSpec, **changes: Any) -> ModelSpec:
     return replace(model, layers=tuple(found))
 
 
-def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:
+def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool) -> ModelSpec:
     """Add MTP layers, each like the model's last layer (``get_gpt_mtp_block_spec``). In models whose layers are one
     block each, an MTP layer has attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``). Raise
     `UsageError` if no framework builds them for this model.

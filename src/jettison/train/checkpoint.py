@@ -175,7 +175,7 @@ def read_tensors(
 
 
 def regrouped(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Is one shape the other with its last dim split in two?"""
+    """Whether one shape is the other with its last dim split in two."""
     short, long = sorted((tuple(one), tuple(other)), key=len)
     return len(long) == len(short) + 1 and short[:-1] == long[:-2] and short[-1:] == (long[-2] * long[-1],)
 

@@ -162,17 +162,17 @@ def open_corpus(section: DataSection, seq: int) -> Corpus:
             return Corpus(_hub_tokens(section), seq)
 
 
-def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
+def standard_library_text() -> bytes:
     """Return the standard library's top-level sources, in order, up to a limit. `UsageError` if there are none."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for file in sorted(folder.glob("*.py")):
         text += file.read_bytes()
-        if len(text) >= limit_bytes:
+        if len(text) >= _STDLIB_BYTES:
             break
     if len(text) < 100_000:
         raise UsageError(f"data: there is too little Python source in {folder} to train on")
-    return bytes(text[:limit_bytes])
+    return bytes(text[:_STDLIB_BYTES])
 
 
 def _digest(tokens: Any, highest: int) -> str:

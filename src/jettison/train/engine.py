@@ -63,7 +63,7 @@ class Engine(ABC):
         """Prepare for steps of this many micro-batches, after planning and sharding. `UsageError` if impossible."""
 
     @abstractmethod
-    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
+    def on_fakes(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
         """Return an engine for fake copies of the parts, without communication."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class WholeModel(Engine):
             )
             _fill_buckets(run)
 
-    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> WholeModel:
+    def on_fakes(self, fake_modules: Sequence[nn.Module], places: Places) -> WholeModel:
         (fake_model,) = fake_modules
         return WholeModel(replace(self._built, model=fake_model), places, self._device, autocast=self._autocast)
 
@@ -280,7 +280,7 @@ def evaluate(
 
 # dry run of a step, for a planner -------------------------------------------------------------------------------------
 #
-# NOTE [ Imagined ranks ]
+# NOTE [ Fake ranks ]
 # Fake copies of this rank's modules are split and sharded like their originals, on a mesh whose groups send nothing,
 # and torch's own FSDP2 and pipeline schedules run on them. So all their allocations are counted: unsharded parameters
 # and gradients, copies for a collective, micro-batches in flight, receive buffers. Each rank's dry run needs no other.
@@ -305,9 +305,9 @@ class LoopStep:
         self._evaluates = evaluates
         self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)
         self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode, rows.device) for part in engine.parts]
-        self._imagined = places.imagined()
+        self._fake_places = places.fake()
         for module in self.modules:
-            self._imagined.shard(module)
+            self._fake_places.shard(module)
         self.optimizer = make_optimizer(section, (p for module in self.modules for p in module.parameters()))
         self._engine, self._rows = engine, rows
         self._micro_batches = micro_batches
@@ -374,7 +374,7 @@ class LoopStep:
             peaks[name] = max(counter.peak_bytes, peaks.get(name, 0))
 
         if micro_batches not in self._engines:
-            self._engines[micro_batches] = made = self._engine.imagined(self.modules, self._imagined)
+            self._engines[micro_batches] = made = self._engine.on_fakes(self.modules, self._fake_places)
             made.start(micro_batches)
         others = counter.live_bytes - start  # receive buffers of another number of micro-batches
         batches = [MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(micro_batches)]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_bytes
-from jettison.core.progress import Progress, silent
+from jettison.core.progress import Progress
 from jettison.models.pretrained import INDEX, HubForm, open_weights
 from jettison.train.checkpoint import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
@@ -122,7 +122,7 @@ class ExportResult:
         yield f"the weights of step {self.step}: {self.export}"
 
 
-def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn: Progress = silent) -> ExportResult:
+def export_run(make: Callable[[], TrainRecipe], *, say: Progress, warn: Progress) -> ExportResult:
     """Read the checkpoint from which a recipe's run would resume, and export its weights; the recipe has an
     ``export.folder``. Raise `UsageError` if there is no checkpoint, or transformers has no such model, `ExportFailed`
     if the weights could not be written.

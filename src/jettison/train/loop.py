@@ -196,7 +196,7 @@ class _StepLoop:
     # after a step ----------------------------------------------------------------------------------------------------
 
     def _agreed(self, totals: StepTotals, loss: Tensor | None) -> bool:
-        """Shall the optimizer step? All ranks decide alike."""
+        """Whether the optimizer steps. All ranks decide alike."""
         checkpoints, recipe = self.session.checkpoints, self.session.recipe
         if totals.failed and recipe.checkpoint.on_error == "stop":
             raise agreed(SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"'))

@@ -114,7 +114,7 @@ class StepTotals:
 
     @property
     def finite(self) -> bool:
-        """Are the gradient and every loss finite? A single one makes the mean infinite or NaN."""
+        """Whether the gradient and every loss are finite. A single one makes the mean infinite or NaN."""
         return isfinite(self.size) and isfinite(self.loss)
 
 

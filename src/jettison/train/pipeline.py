@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 from jettison.capture.model_trace import as_batch
 from jettison.core.errors import UsageError
-from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
+from jettison.dryrun.fake_pipeline import FakeStage, fake_transfers, send_nothing
 from jettison.memory.schedule import DeviceOrder, PipelineShape
 from jettison.models.reference import Reference, document_numbers
 from jettison.parallel.parameters import forget_forwards
@@ -149,10 +149,10 @@ class PipelineEngine(Engine):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
 
-    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> PipelineEngine:
+    def on_fakes(self, fake_modules: Sequence[nn.Module], places: Places) -> PipelineEngine:
         stages = [cast(StageModule, m) for m in fake_modules]
         batch, end = self._batch, self._document_end
-        return _ImaginedEngine(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
+        return _FakeEngine(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """Two with GPipe, whose peak is linear in micro-batches; one with other schedules, whose peak is periodic."""
@@ -304,7 +304,7 @@ class PipelineEngine(Engine):
         return stage.like(batch.micro_batch, seq, stage.config.hidden, dtype)
 
 
-class _ImaginedRankStage(ImaginedStage, _RankStage):
+class _FakeRankStage(FakeStage, _RankStage):
     def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
         try:
             return super().forward_maybe_with_nosync(*args, **more)
@@ -312,8 +312,8 @@ class _ImaginedRankStage(ImaginedStage, _RankStage):
             torch.clear_autocast_cache()  # inside the recording's autocast, leaving this one does not clear it
 
 
-class _ImaginedEngine(PipelineEngine):
-    stage_class = _ImaginedRankStage
+class _FakeEngine(PipelineEngine):
+    stage_class = _FakeRankStage
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
         made, schedule = super()._laid_out(micro_batches, kind)
@@ -321,7 +321,7 @@ class _ImaginedEngine(PipelineEngine):
         return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
-        with imagined_transfers(self._made) as transfers:
+        with fake_transfers(self._made) as transfers:
             found = super().forward_backward(batches, phase)
             self._transferred_bytes = transfers.left_bytes()
         return found

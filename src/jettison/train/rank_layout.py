@@ -80,20 +80,20 @@ class Places:
 
     @property
     def plans(self) -> bool:
-        """Does this rank plan for all ranks of the same pipeline stage?"""
+        """Whether this rank plans for all ranks of the same pipeline stage."""
         return dist.get_rank() == int(self.mesh.mesh[self.stage].min())
 
     @property
     def stage(self) -> int:
         return self.mesh["pp"].get_local_rank()
 
-    def imagined(self) -> ImaginedPlaces:
+    def fake(self) -> FakePlaces:
         """Return the same places for a dry run on fake tensors. All ranks call it."""
         importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
         device, sizes = self.mesh.device_type, tuple(self.mesh.shape)
         nothing = dict.fromkeys(_AXES, "fake")
         mesh = init_device_mesh(device, sizes, mesh_dim_names=_AXES, backend_override=nothing)
-        return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed, sharing=self.sharing)
+        return FakePlaces(layout=self.layout, mesh=mesh, mixed=self.mixed, sharing=self.sharing)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.mesh[axis].get_group()
@@ -132,7 +132,7 @@ class Places:
             reduce_partial_gradients(parameters)
 
 
-class ImaginedPlaces(Places):
+class FakePlaces(Places):
     """Places for dry runs, without communication; collectives allocate as real ones do."""
 
     @property

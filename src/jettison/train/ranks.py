@@ -133,7 +133,7 @@ def _tried(make: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def said_by_leader(error: BaseException) -> bool:
-    """Did every rank raise this error, so that one of them may report it?"""
+    """Whether every rank raised this error, so that one of them may report it."""
     return getattr(error, _AGREED, False)
 
 
@@ -258,5 +258,5 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def is_loss_of_a_rank(error: RuntimeError) -> bool:
-    """Did a collective fail because another rank was missing?"""
+    """Whether a collective failed because another rank was missing."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)

@@ -74,7 +74,7 @@ def _adapters(keys: Keys) -> None:
 
 
 def _half(keys: Keys) -> bool:
-    """Are weights and matmuls in 16 bits? ``resolve_dtype``: bf16 is auto by default, and weights follow it."""
+    """Whether weights and matmuls are in 16 bits. ``resolve_dtype``: bf16 is auto by default, and weights follow it."""
     bf16 = keys.text("bf16", "auto" if not keys.on("fp16") else "false")
     found = bf16 in ("auto", "true", "1") or bool({key for key in ("bfloat16", "fp16", "float16") if keys.on(key)})
     keys.read("bf16", why="weights and matmuls in 16 bits" if found else "weights in fp32")

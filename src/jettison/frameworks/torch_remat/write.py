@@ -207,7 +207,7 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
 
 
 def draws_in_replay(policy: LayerPolicy) -> bool:
-    """Does recomputation draw random numbers?"""
+    """Whether recomputation draws random numbers."""
     return policy.action is not LayerAction.KEEP and not drawing(policy.program).isdisjoint(policy.again)
 
 
@@ -283,7 +283,7 @@ def _modules(program: Program, times: list[float]) -> list[str]:
 
 
 def overwritten(program: Program, module: str) -> bool:
-    """Does code outside the module write to its outputs in place? torch_remat would raise in backward."""
+    """Whether code outside the module writes to its outputs in place. torch_remat would raise in backward."""
     homes = [_inside(op.path, module) for op in program.ops]
     made = {b for op in program.ops if homes[op.index] for b in op.outputs}
     return any(

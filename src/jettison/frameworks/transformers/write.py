@@ -73,7 +73,7 @@ def _spaced(nearest: Nearest) -> Priced:
 
 
 def offloads(policies: Sequence[LayerPolicy]) -> bool:
-    """Are inputs of checkpoints offloaded?"""
+    """Whether inputs of checkpoints are offloaded."""
     return any(policy.offloaded for policy in policies)
 
 

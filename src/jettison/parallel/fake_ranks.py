@@ -1,4 +1,4 @@
-"""Fake copies of models as their ranks run them: sharded over groups that send nothing, with torch's own FSDP2 on them.
+"""Fake copies of models as their ranks run them: torch's own FSDP2 over its fake process groups.
 
 FSDP2's allocations of a step (all-gathered parameters, unsharded gradients before the reduce-scatter, copies for a
 collective) are made on fake tensors too, and so are counted. One rank runs alone, without waiting for others.
@@ -35,14 +35,14 @@ _SET_ON_GROUPS = (
 )
 """Settings of FSDP's modules after `fully_shard` that memory depends on, by their internal names."""
 
-_imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+_fake_meshes: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
 
-def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def sharded_fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A fake copy, as on this rank. A sharded model's ranks call it together. `UnsupportedModule` if impossible."""
     if isinstance(model, DistributedDataParallel):
-        again = bool(model.static_graph or not model.find_unused_parameters)
-        return ImaginedReplica(fake_copy(model.module, mode), views=gradients_stay(model), buckets_again=again)
+        rebuilds = bool(model.static_graph or not model.find_unused_parameters)
+        return FakeDDP(fake_copy(model.module, mode), views=gradients_stay(model), rebuilds=rebuilds)
     if not sharded_modules(model):
         return fake_copy(model, mode)
     copied = fake_copy(model, mode, stored=True)
@@ -50,7 +50,7 @@ def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copied
 
 
-def imagined_group(group: distributed.ProcessGroup) -> distributed.ProcessGroup:
+def fake_group(group: distributed.ProcessGroup) -> distributed.ProcessGroup:
     """A group of the same ranks that sends nothing. They call this together."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
     ranks = distributed.get_process_group_ranks(group)
@@ -59,7 +59,7 @@ def imagined_group(group: distributed.ProcessGroup) -> distributed.ProcessGroup:
 
 def inside_of_ddp(model: nn.Module) -> nn.Module:
     """The module that DistributedDataParallel, or its stand-in, runs; the model itself where it is neither."""
-    return model.module if isinstance(model, DistributedDataParallel | ImaginedReplica) else model
+    return model.module if isinstance(model, DistributedDataParallel | FakeDDP) else model
 
 
 def held_by_ddp(model: nn.Module) -> int:
@@ -79,26 +79,26 @@ def gradients_stay(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
 
 
-class ImaginedReplica(nn.Module):
+class FakeDDP(nn.Module):
     """Stand-in for DistributedDataParallel that sends nothing, as its reducer needs real tensors.
 
-    Once it knows in which order gradients come, it makes its buckets anew as a forward begins; gradients that are views
-    of the old ones are then there twice for a moment. Where parameters may be unused, and the graph is not static,
-    buckets stay (``should_rebuild_buckets`` in torch/csrc/distributed/c10d/reducer.hpp).
+    Once the reducer knows the order of gradients, it rebuilds its buckets when a forward begins; gradients that are
+    views of the old buckets then exist twice for a moment. If parameters may be unused and the graph is not static,
+    buckets are never rebuilt (``should_rebuild_buckets`` in torch/csrc/distributed/c10d/reducer.hpp).
 
-    Where gradients are freed between steps, a backward that averages nothing allocates them outside of the buckets.
-    In the first backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
+    If gradients are freed between steps, a backward under ``no_sync`` allocates them outside of the buckets. In the
+    first backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
     (``mark_variable_ready_dense`` in reducer.cpp).
 
     Args:
         views: gradients are views of buckets.
-        buckets_again: it makes its buckets anew.
+        rebuilds: whether buckets are rebuilt.
     """
 
-    def __init__(self, module: nn.Module, *, views: bool, buckets_again: bool) -> None:
+    def __init__(self, module: nn.Module, *, views: bool, rebuilds: bool) -> None:
         super().__init__()
         self.module, self.views, self.gradients_wait, self.freed = module, views, False, True
-        self.buckets_again = buckets_again
+        self.rebuilds = rebuilds
         self.unused: dict[nn.Parameter, Tensor] = {}
         self._averages = self._expects = True  # from now on; in the backward of the latest forward
         self._elsewhere: tuple[nn.Parameter, ...] = ()
@@ -110,9 +110,9 @@ class ImaginedReplica(nn.Module):
                     parameter.register_post_accumulate_grad_hook(self._complete)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.views and self.gradients_wait and self.buckets_again:
-            anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None or p in self.unused]
-            del anew
+        if self.views and self.gradients_wait and self.rebuilds:
+            rebuilt = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None or p in self.unused]
+            del rebuilt
         if torch.is_grad_enabled():
             self._expects = self._averages
             if self.views and self.freed and not self._averages:
@@ -186,7 +186,7 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
         (wrap or fully_shard)(
             modules if len(modules) > 1 else modules[0],
             **({} if wrap else sharding),
-            mesh=_imagined_mesh(group.mesh_info.mesh, rooted=dtensor),
+            mesh=_fake_mesh(group.mesh_info.mesh, rooted=dtensor),
             mp_policy=state._mp_policy,
             offload_policy=group.offload_policy,
             ignored_params={p for p in own if p not in placements and not hasattr(p, "placements")},
@@ -232,14 +232,14 @@ def _reshards(state: Any, group: Any) -> bool | int | None:
 
 def _known(mesh: DeviceMesh) -> DeviceMesh | None:
     """The stand-in of an equal mesh, if its groups were not destroyed since."""
-    found = _imagined.get(mesh)
+    found = _fake_meshes.get(mesh)
     try:
         return found if found is None or found.get_all_groups() else None
     except RuntimeError:
         return None
 
 
-def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
+def _fake_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
     """The same mesh over groups that send nothing. Its ranks call this; all of its root's if ``rooted``."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
     if (known := _known(mesh)) is not None:
@@ -249,14 +249,14 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
         root = mesh._get_root_mesh()
         if _known(root) is None:
             fake = (("fake", None),) * root.ndim
-            _imagined[root] = DeviceMesh(
+            _fake_meshes[root] = DeviceMesh(
                 root.device_type, root.mesh, mesh_dim_names=root.mesh_dim_names, backend_override=fake
             )
-        found = _imagined[root] if mesh is root else _imagined[root][names]
+        found = _fake_meshes[root] if mesh is root else _fake_meshes[root][names]
     else:
-        groups = [imagined_group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+        groups = [fake_group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
         found = DeviceMesh.from_group(
             groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names
         )
-    _imagined[mesh] = found
+    _fake_meshes[mesh] = found
     return found

@@ -27,14 +27,14 @@ from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.user_step import Scheduled, stages_of
-from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
+from jettison.parallel.fake_ranks import FakeDDP, fake_group, sharded_fake_copy
 from jettison.parallel.recompute_agreement import Agreement, Round, ranks_in
 
 _REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
 
 
-class ImaginedStage(PipelineStage):
-    """A stage whose transfers send nothing (`imagined_transfers`). It watches the memory of one micro-batch's."""
+class FakeStage(PipelineStage):
+    """A stage whose transfers send nothing (`fake_transfers`). It watches the memory of one micro-batch's."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -68,7 +68,7 @@ class ImaginedStage(PipelineStage):
 
     def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
         """torch 2.15 frees an output once it is sent, if it is a plain tensor, for which a fake one stands."""
-        if isinstance(self.submod, ImaginedReplica):
+        if isinstance(self.submod, FakeDDP):
             return False, "DistributedDataParallel wants it"
         parent: Any = super()
         with unset_fake_temporarily():
@@ -91,7 +91,7 @@ class ImaginedStage(PipelineStage):
                 yield tensor.untyped_storage()
 
 
-class _ImaginedTransfer:
+class _FakeTransfer:
     """Stands for torch's work handle. It references its tensor until it is freed, as gloo's and NCCL's do."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -104,16 +104,16 @@ class _ImaginedTransfer:
 class Transfers:
     """Transfers of a step that sends nothing, by the stages of this rank, which watch the same micro-batch."""
 
-    def __init__(self, stages: Sequence[ImaginedStage]) -> None:
+    def __init__(self, stages: Sequence[FakeStage]) -> None:
         self._stages = stages
         self._last: dict[int, int] = {}
         self.watched = stages[0].watched
         for stage in stages:
             stage.transferred.clear()  # by a step before
 
-    def begin(self, ops: Sequence[distributed.P2POp], desc: str | None = None) -> list[_ImaginedTransfer]:
+    def begin(self, ops: Sequence[distributed.P2POp], desc: str | None = None) -> list[_FakeTransfer]:
         """In place of torch's ``_batch_p2p``."""
-        works = [_ImaginedTransfer(op.tensor) for op in ops]
+        works = [_FakeTransfer(op.tensor) for op in ops]
         if ops:
             self._last = self.held()
         return works
@@ -133,14 +133,14 @@ class Transfers:
 
 
 @contextlib.contextmanager
-def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
+def fake_transfers(stages: Sequence[FakeStage]) -> Iterator[Transfers]:
     """Run steps of torch's schedules without communication. They keep works, and with them tensors, as in reality."""
     found = Transfers(stages)
     with swapped(schedules, _batch_p2p=found.begin):
         yield found
 
 
-def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
+def send_nothing(schedule: Any, stages: Sequence[FakeStage]) -> None:
     """Give stages the shapes that they would exchange before their first step. They watch a micro-batch in the middle
     of the step, before and after which there are others. torch 2.11 exchanges nothing for stages that are made with
     shapes; 2.15 exchanges nothing over a fake group.
@@ -157,7 +157,7 @@ def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
     schedule._warmup_p2p = agree_at_once
 
 
-class ImaginedSchedule:
+class FakeSchedule:
     """Stands for a schedule in a step on fake tensors. The pipeline's ranks create it together. ``words``: of the
     pipeline's ranks; None: this rank has all stages. ``number``: index of the schedule among the arguments of the step.
     Raise `UnsupportedModule` as `stages_of` does.
@@ -168,15 +168,15 @@ class ImaginedSchedule:
     ) -> None:
         self.real = schedule
         self.stages = stages_of(schedule)
-        self.modules = [imagined_copy(stage.submod, mode) for stage in self.stages]
+        self.modules = [sharded_fake_copy(stage.submod, mode) for stage in self.stages]
         self._probes = [fake_copy(stage.submod, mode) for stage in self.stages]  # whose calls are not watched
         group = self.stages[0].group or distributed.group.WORLD
-        self._group = imagined_group(group)
+        self._group = fake_group(group)
         self._chain = _Chain(words.among(ranks_in(group)) if words is not None else None, number)
         self._made: Any = None
         self._count = 0  # of micro-batches that are run
         self._left: Tensor | None = None  # as large as the receive buffers of the omitted micro-batches
-        self._sending: list[ImaginedStage] = []
+        self._sending: list[FakeStage] = []
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._made is None:
@@ -185,7 +185,7 @@ class ImaginedSchedule:
         if cut:
             args, kwargs = tree_map(self._first_rows, (args, kwargs))
         notes = cut and self._left is None
-        with imagined_transfers(self._sending) as transfers:
+        with fake_transfers(self._sending) as transfers:
             with _held_by_losses(self._made, transfers) if notes else contextlib.nullcontext([0]) as held:
                 result = self._made.step(*args, **kwargs)
             if notes:  # tensors that the omitted micro-batches hold until the step ends
@@ -209,7 +209,7 @@ class ImaginedSchedule:
                 returned = probe(*on_device, **kwargs_split[0])
             outputs = returned if isinstance(returned, tuple | list) else (returned,)
             self._chain.tell(stage.stage_index, outputs)
-            made = ImaginedStage(
+            made = FakeStage(
                 module,
                 stage.stage_index,
                 stage.num_stages,

@@ -1,4 +1,4 @@
-"""Runs of regions without a recipe: checkpointed by rerunning their Python, if that gives the same, or plain.
+"""Fallback of regions without a recipe: checkpointed by rerunning their Python, if that gives the same, or plain.
 
 NOTE [ Rerunning Python ]
 A second run of a forward may differ from the first: its Python may have incremented a counter, drawn numbers, appended
