@@ -289,8 +289,8 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
             "expected": rounded(time.step_seconds * residual.expected),
             "range": [rounded(end) for end in residual.of(time.step_seconds).ends],
             "parts": [rounded(seconds) for seconds in astuple(time.breakdown)],
-            "mfu": round(time.mfu, 6),
-            "hfu": round(time.hfu, 6),
+            "mfu": round(time.mfu / residual.expected, 6),
+            "hfu": round(time.hfu / residual.expected, 6),
             "peak_bytes": memory.peak_bytes,
             "fits": memory.peak_bytes <= available_bytes(device, memory.run),
         }

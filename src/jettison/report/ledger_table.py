@@ -140,7 +140,7 @@ def _recompute(report: LedgerReport, asked: Resolved) -> str:
     text = report.recompute + (", layers compiled" if asked.run.compiled else "")
     text += ", what stays is offloaded" if recompute.offload else ""
     text += f", offloading {', '.join(recompute.sent)}" if recompute.sent else ""
-    text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
+    text += f", not in {recompute.whole} micro-batches of each window" if recompute.whole else ""
     if report.choice is None:
         return text
     text += f", {report.choice.fit_rule.words}" if report.fits else ""

@@ -222,7 +222,7 @@ class ForecastPlan:
         if choice.segments:
             rows.append(_segments(choice.segments))
         if recompute.whole:
-            rows.append(("kept whole", f"{recompute.whole} of each window of micro-batches in flight"))
+            rows.append(("not recomputed", f"{recompute.whole} of each window of micro-batches in flight"))
         rows.append(("solver", f"gap {format_percent(choice.gap)}, {format_seconds(self.solver_seconds)}"))
         parts: list[RenderableType] = [facts(rows), self._layers_table()]
         if self.all_next:
