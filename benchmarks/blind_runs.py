@@ -115,6 +115,10 @@ WHY = {
     "trl-tiles": "TRL 1.12 keeps all logits: --loss upcast",
     "plain-loss": "its models (src/models/llama3.py) drop logits of last positions; their loss is in the same dtype: "
     "--like huggingface-4.48 --loss uncast",
+    "data-set": "the longest sample of its data set, by ms-swift's table of data sets (docs at 3602360, d2b45ec and "
+    "9dc41ab), where that is below the maximum in the command",
+    "unsloth-2024": "before 17 November 2024 (fa8e59eb) Unsloth returns logits: --loss in-place; the longest sample of "
+    "Alpaca has 1,028 tokens by ms-swift's table",
     "evaluated": "micro-batches of evaluation are not described",
 }
 

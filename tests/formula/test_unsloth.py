@@ -57,3 +57,13 @@ def test_bytes_of_a_logit(kernels: str, precision: str, kept: int, highest: int)
     assert region.saved_bytes / logits == pytest.approx(kept, rel=0.05)
     passes = replay(region, frozenset(region.program.saved_buffers()), run.gradient_rule)
     assert passes.forward_peak / logits == pytest.approx(highest, abs=0.3)
+
+
+@pytest.mark.parametrize(("seq", "rows"), [(4096, 8192), (4224, 2112), (20480, 5120)])
+def test_chunks_of_a_fused_loss_have_four_gib_of_fp32_logits(seq: int, rows: int) -> None:
+    """All rows at once below that, else a multiple of four chunks: 8,372 rows are 4 GiB."""
+    request = RunRequest(seq=seq, micro_batch=2, lora="r=16", like="unsloth")
+    region = head_region(resolve(preset("llama3-8b"), request).run.signature)
+    (step,) = [step for step in region.tape.steps if step.name == "fused_linear_cross_entropy"]
+    assert step.outputs[-1].nbytes == 2 * rows * VOCABULARY * 2  # logits and their gradient
+    assert step.workspace == 0

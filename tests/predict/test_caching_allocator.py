@@ -43,7 +43,7 @@ def test_a_replayed_step_allocates_what_is_predicted(recompute: str) -> None:
 
 
 def test_longer_micro_batches_leave_segments_of_shorter_ones() -> None:
-    """At least one more set of what the head's passes allocate, where lengths grow, and none in the opposite order."""
+    """About two more sets of what the head's passes allocate, where lengths grow, and none in the opposite order."""
     given = RunRequest(like="huggingface", lora="r=8", seq=2048, recompute="full")
     run, uneven = (run_of("llama3.2-1b", replace(given, pad_to_longest=apart)) for apart in (False, True))
     lengths = [256 * n for n in (1, 2, 4, 3, 5, 6, 8, 7)]
@@ -53,10 +53,10 @@ def test_longer_micro_batches_leave_segments_of_shorter_ones() -> None:
         return found.reserved - found.peak
 
     logits = 3 * 4 * 2048 * 128256  # fp32: logits, their log-softmax, the gradient
-    assert logits < cached_segments(uneven) < 1.1 * logits
-    assert cached_segments(uneven) < unused(lengths) < 3 * cached_segments(uneven)
-    assert unused(sorted(lengths, reverse=True)) < 2 * cached_segments(run) < 0.5 * cached_segments(uneven)
-    assert segments_beyond(uneven, 2 * logits) == cached_segments(uneven)  # more than a quarter
+    assert 2 * logits < cached_segments(uneven) < 2.1 * logits
+    assert cached_segments(uneven) < unused(lengths) < 1.2 * cached_segments(uneven)
+    assert unused(sorted(lengths, reverse=True)) < 2 * cached_segments(run) < 0.25 * cached_segments(uneven)
+    assert segments_beyond(uneven, 3 * logits) == cached_segments(uneven)  # more than a quarter
 
 
 def test_expandable_segments_grow_with_lengths() -> None:

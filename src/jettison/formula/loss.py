@@ -8,6 +8,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
+from jettison.core.units import GIB
 from jettison.formula.basic import add, batched_matmul, cast, discrete, dropout, enter, linear, multiply, power, scale
 from jettison.formula.embedding import FEATURES
 from jettison.formula.mlp import activation
@@ -379,7 +380,7 @@ def _tiled(w: Writer, x: Value) -> Value:
 def _without_logits(w: Writer, x: Value) -> Value:
     """Head and loss together. FUSED makes gradients at once: dx and dW are saved. CHUNKED saves x and recomputes.
 
-    A chunk's logits live while it is computed: FUSED's in the forward, where their gradient overwrites them.
+    A chunk's logits live while it is computed: FUSED's in the forward, where Liger's gradient overwrites them.
 
     CHUNKED_OUTPUT saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
     compiled loss reads them (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390). Backward has the gradients
@@ -392,9 +393,8 @@ def _without_logits(w: Writer, x: Value) -> Value:
     labels = _labels(w)
     tokens = whole.local_shape[0] * whole.local_shape[1]
     vocab = weight.numel // model.hidden
-    logits_bytes = -(-tokens // w.kernels.loss_chunks) * vocab * 4
     flops = 2 * tokens * weight.numel
-    loss, workspace = w.tape.empty((), "float32", grad=True), 2 * logits_bytes
+    loss, workspace = w.tape.empty((), "float32", grad=True), 8 * -(-tokens // w.kernels.loss_chunks) * vocab
     if w.kernels.loss is Loss.FUSED:
         dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
         name, kept_now, made = "fused_linear", [Saved(dx, "gradient of the head's input")], [loss, dx]
@@ -402,10 +402,14 @@ def _without_logits(w: Writer, x: Value) -> Value:
             made.append(w.tape.empty(weight.shape, w.matmul_dtype, weight.places))
             kept_now.append(Saved(made[-1], "gradient of the head's weight"))
         flops *= len(made)
-        if not w.kernels.even_chunks:  # Liger-Kernel, ops/fused_linear_cross_entropy.py
+        if most := w.kernels.chunk_gib * GIB:  # unsloth_zoo, fused_losses/cross_entropy_loss.py, get_chunk_size
+            chunks = -(-4 * tokens * vocab // most)
+            rows = -(-tokens // (-(-chunks // 4) * 4)) if chunks > 1 else tokens
+            made.append(w.tape.empty((2, rows, vocab), w.matmul_dtype))  # logits and their gradient, compiled
+        else:  # Liger-Kernel, ops/fused_linear_cross_entropy.py
             rows = -(-tokens // -(-vocab // model.hidden))
             made.append(w.tape.empty((min(1 << (rows - 1).bit_length(), tokens), vocab), w.matmul_dtype))
-            workspace = 0
+        workspace = 0
     else:
         name, made = w.kernels.loss.replace("-", "_"), [loss]
         listed, wide = w.kernels.loss is Loss.CHUNKED_OUTPUT, w.kernels.fp32_logits

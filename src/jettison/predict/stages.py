@@ -429,7 +429,7 @@ def cached_segments(run: Run) -> int:
         if part.is_layer:
             layer = max(layer, passes.forward_peak - passes.resident + part.static.gathered)
         elif part.name == HEAD:
-            logits = most_of_passes(run, part) if run.outgrows_segments else passes.forward_peak // 5
+            logits = 2 * most_of_passes(run, part) if run.outgrows_segments else passes.forward_peak // 5
     return logits + layer
 
 

@@ -197,7 +197,7 @@ class LossChoices:
 
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
-    even_chunks: bool = False  # of a fused loss, too; otherwise a chunk has about as many logits as there are inputs
+    chunk_gib: int = 0  # of a fused loss's fp32 logits at most; 0: a chunk has about as many logits as inputs
     loss_float32: bool = True  # logits are cast to fp32
     shifted_labels: bool = False  # the model pads labels and shifts them by one position
     copied_logits: bool = False  # logits without a sequence's last are copied for the loss; otherwise labels are padded
