@@ -131,9 +131,9 @@ def test_a_search_that_fails_leaves_neither_processes_nor_threads() -> None:
     threads = set(threading.enumerate())
     with (
         pytest.raises(RuntimeError, match="nothing fits"),
-        evaluate.Bench(evaluate.SearchQuestion(template=space.template, hardware=device), jobs=2) as bench,
+        evaluate.Evaluator(evaluate.SearchQuestion(template=space.template, hardware=device), jobs=2) as evaluator,
     ):
-        bench.planner_bounds(setups, [GIB] * len(setups))
+        evaluator.planner_bounds(setups, [GIB] * len(setups))
         assert multiprocessing.active_children()
         raise RuntimeError("nothing fits")
     assert not multiprocessing.active_children()

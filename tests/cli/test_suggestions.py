@@ -15,7 +15,7 @@ import pytest
 
 from jettison.cli.file_kinds import file_kind, kinds
 from jettison.cli.main import app, run
-from jettison.cli.suggestions import _flags, _verbs, said_here
+from jettison.cli.suggestions import _flags, _verbs, equivalent_flag
 from jettison.families.presets import PRESETS, hub_config
 from jettison.models.model_types import nearest, transformers_types
 from jettison.spec.frameworks import foreign_flags
@@ -90,10 +90,10 @@ def test_a_flag_of_another_tool_is_named_in_our_words(
 
 
 def test_a_number_that_was_given_takes_the_example_s_place() -> None:
-    assert said_here("--per_device_train_batch_size", "16") == "--micro-batch 16"
-    assert said_here("--per-device-train-batch-size", "many") == "--micro-batch 1"
-    assert said_here("--Gradient-Checkpointing", "true") == "--recompute full"
-    assert said_here("--no-such-thing", None) is None
+    assert equivalent_flag("--per_device_train_batch_size", "16") == "--micro-batch 16"
+    assert equivalent_flag("--per-device-train-batch-size", "many") == "--micro-batch 1"
+    assert equivalent_flag("--Gradient-Checkpointing", "true") == "--recompute full"
+    assert equivalent_flag("--no-such-thing", None) is None
 
 
 def test_no_flag_of_ours_is_called_foreign() -> None:

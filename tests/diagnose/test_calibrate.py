@@ -34,7 +34,7 @@ from jettison.diagnose.probes import (
     measure_link,
     sizes_for,
     step_of_blocks,
-    undisturbed,
+    time_probes,
 )
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware
 from support.patience import PATIENCE
@@ -242,7 +242,7 @@ def test_seconds_are_lower_quartiles_of_interleaved_rounds() -> None:
 
         return Probe(name, call)
 
-    found = undisturbed([probe("a", 9, 0.01, 0.03, 7.0, 0.01), probe("b", 0.02)], clock, seconds=0)  # type: ignore[arg-type]
+    found = time_probes([probe("a", 9, 0.01, 0.03, 7.0, 0.01), probe("b", 0.02)], clock, seconds=0)  # type: ignore[arg-type]
     assert found == {"a": pytest.approx(0.02), "b": pytest.approx(0.02)}
     assert order == [*"aabb", *"ab", *"ba", *"ab"]  # two to try each, then three rounds
 
@@ -256,10 +256,10 @@ def test_what_fails_or_takes_too_long_is_left_out() -> None:
     def broken(_turn: int) -> None:
         raise RuntimeError("not implemented for this dtype")
 
-    assert undisturbed([Probe("slow", slow), Probe("broken", broken)], clock, seconds=0) == {}  # type: ignore[arg-type]
-    assert undisturbed([Probe("slow", slow)], clock, seconds=0, needed=True) == {"slow": 2.0}  # type: ignore[arg-type]
+    assert time_probes([Probe("slow", slow), Probe("broken", broken)], clock, seconds=0) == {}  # type: ignore[arg-type]
+    assert time_probes([Probe("slow", slow)], clock, seconds=0, needed=True) == {"slow": 2.0}  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="not implemented"):
-        undisturbed([Probe("broken", broken)], clock, seconds=0, needed=True)  # type: ignore[arg-type]
+        time_probes([Probe("broken", broken)], clock, seconds=0, needed=True)  # type: ignore[arg-type]
 
 
 def test_kernels_and_bytes_are_counted_without_views() -> None:

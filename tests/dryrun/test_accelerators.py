@@ -18,7 +18,7 @@ import jettison
 from jettison.capture.dispatch import tracing
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import Loop
-from jettison.capture.op_traits import hollow_results, op_cost, writes
+from jettison.capture.op_traits import op_cost, unwritten_results, writes
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, TraceError
 from jettison.core.units import Bytes
@@ -159,8 +159,8 @@ def test_places_that_no_kernel_writes_are_known() -> None:
     op = aten._scaled_dot_product_flash_attention.default
     for dropout, expected in ((0.0, (6, 7)), (0.1, (7,))):
         args, out = flash(dropout)
-        assert [id(t) for t in hollow_results(op, args, {}, out)] == [id(out[i]) for i in expected]
-    assert hollow_results(aten.add.Tensor, (out[0], 1), {}, out[0]) == []
+        assert [id(t) for t in unwritten_results(op, args, {}, out)] == [id(out[i]) for i in expected]
+    assert unwritten_results(aten.add.Tensor, (out[0], 1), {}, out[0]) == []
 
 
 def test_flops_of_attention_with_fewer_keys_than_queries() -> None:

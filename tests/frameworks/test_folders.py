@@ -11,7 +11,7 @@ import pytest
 
 import jettison.frameworks
 from jettison.cli.list_names import list_names
-from jettison.cli.suggestions import said_here
+from jettison.cli.suggestions import equivalent_flag
 from jettison.core.errors import UsageError
 from jettison.frameworks.export import exporter
 from jettison.frameworks.policy import Cost
@@ -76,7 +76,7 @@ def test_a_framework_is_one_folder() -> None:
     assert [row["meaning"] for row in list_names("targets").document()["targets"]] == ["a toy"]
     assert rule("toy-2", tp=2) == {"kernels": "pytorch", "attention": "flash", "loss": "dtensor"}
     assert rule("toy-2", tp=2, zero=3) == rule("toy-2", tp=1) == {"kernels": "pytorch", "attention": "flash"}
-    assert said_here("--toys", "4") == "--micro-batch 4"
+    assert equivalent_flag("--toys", "4") == "--micro-batch 4"
 
 
 def test_names_that_no_folder_has_are_refused_with_those_there_are() -> None:

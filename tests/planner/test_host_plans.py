@@ -335,7 +335,7 @@ def test_who_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, hardware="cpu-23gb")
     with pytest.raises(UsageError, match="the closest are"):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, hardware="h1000-80gb")
-    monkeypatch.setattr(planner_host, "left_on_host", lambda: 2**20)
+    monkeypatch.setattr(planner_host, "free_host_bytes", lambda: 2**20)
     with pytest.raises(UsageError, match=r"got host_budget='2MiB'; this machine has 1\.00 MiB for it"):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, host_budget="2MiB", hardware=linked())
     stated = replace(linked(), host_memory_bytes=2**21)

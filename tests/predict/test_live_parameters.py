@@ -50,7 +50,7 @@ def test_gradients_have_their_bucket_for_good() -> None:
 def test_a_full_bucket_is_reduced_through_a_copy() -> None:
     """Under ZeRO 2, too, which gathers nothing."""
     parameters = [Parameter(6, 0, gradient=6)] * 3
-    calls = [Call((at,), backward=True, learns=True) for at in range(3)]
+    calls = [Call((at,), backward=True, makes_gradients=True) for at in range(3)]
     coordinator = Coordinator(parameters=parameters, trace=calls, buckets=ZeroBuckets(reduce=12))
     assert coordinator.run() == [0, 0, BF16 * 12]
 
@@ -61,7 +61,7 @@ def test_one_rank_copies_each_parameter_from_the_host() -> None:
     peaks = {}
     for ranks in (1, 2):
         calls, buckets = [Call((0, 1))], ZeroBuckets(persist=0, live=0, reuse=0)
-        peaks[ranks] = Coordinator(parameters=parameters, trace=calls, buckets=buckets, hosted=ranks).run()
+        peaks[ranks] = Coordinator(parameters=parameters, trace=calls, buckets=buckets, copying=ranks).run()
     assert peaks == {1: [BF16 * 12], 2: [2 * BF16 * 12]}
 
 

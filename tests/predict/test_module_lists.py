@@ -16,7 +16,7 @@ from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import choose
-from jettison.search.evaluate import Bench, SearchQuestion, Task
+from jettison.search.evaluate import Evaluator, SearchQuestion, Task
 from jettison.search.search import SearchRequest
 from jettison.search.space import SearchCandidate
 from jettison.spec.hardware import hardware
@@ -131,8 +131,8 @@ def _host_bytes(found: Forecast) -> int:
     asked_for = SearchRequest(kernels="megatron", seq=S, tp="2", sp=True, pp="1", cp="1", ep="1", micro_batch="4")
     space = asked_for.space(run.model, hardware("h100-80gb"), gpus=TP, global_batch=4)
     (setup, *_) = space.setups
-    with Bench(SearchQuestion(template=space.template, hardware=hardware("h100-80gb"))) as bench:
-        (figures,) = bench.figures([Task(candidate=SearchCandidate(setup=setup, recompute=run.recompute))])
+    with Evaluator(SearchQuestion(template=space.template, hardware=hardware("h100-80gb"))) as evaluator:
+        (figures,) = evaluator.figures([Task(candidate=SearchCandidate(setup=setup, recompute=run.recompute))])
     assert figures.peak_bytes == found.peak_bytes
     return figures.host_bytes
 

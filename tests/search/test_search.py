@@ -27,7 +27,7 @@ from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
-from jettison.search.evaluate import Bench, SearchQuestion
+from jettison.search.evaluate import Evaluator, SearchQuestion
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.search import ALIKE, NothingFits, SearchRequest, search
 from jettison.search.space import Setup, Space, _divisors, compiled, setup_run
@@ -324,10 +324,10 @@ def test_nor_does_a_planner_find_them_whole() -> None:
 
 def test_the_rough_bounds_of_a_search_are_below_the_sharp_ones() -> None:
     whole = space(EXPERTS, 8, 16)
-    bench = Bench(SearchQuestion(template=whole.template, hardware=A100))
+    evaluator = Evaluator(SearchQuestion(template=whole.template, hardware=A100))
     depth = whole.template.model.depth
     setups = whole.setups[::37]
-    for setup, rough, bounds in zip(setups, bench.rough(setups), bench.bounds(setups), strict=True):
+    for setup, rough, bounds in zip(setups, evaluator.rough(setups), evaluator.bounds(setups), strict=True):
         ((seconds, nbytes),) = bounds.least(setup, depth, (Recompute(mode=Mode.AUTO),))
         assert rough[0] * (1 - SHAVED) <= seconds
         assert rough[1] <= nbytes
@@ -408,7 +408,7 @@ def fastest(whole: Space, *, budget: int | None = None, top: int = 1, reach: flo
     hunt = Hunt(
         space=whole,
         room=MemoryLimit(hardware=A100, budget_bytes=budget),
-        bench=Bench(SearchQuestion(template=whole.template, hardware=A100)),
+        evaluator=Evaluator(SearchQuestion(template=whole.template, hardware=A100)),
         say=lambda _text: None,
         top=top,
         reach=reach,
@@ -440,7 +440,7 @@ def test_gpt_175b_in_its_authors_layout_is_given_their_plan() -> None:
     found = search(fixed.space(model_spec("gpt-175b"), A100, gpus=64, global_batch=64), A100)
     assert str(found.best.candidate.recompute) == "selective"
     assert found.best.candidate.setup.layout.sp
-    assert found.plain.lacks > 5 * GIB  # without recompute it does not fit
+    assert found.plain.over_bytes > 5 * GIB  # without recompute it does not fit
     report = SearchReport(model="gpt-175b", hardware=A100, answer=found, seconds=0.0)
     words = " ".join(report.document()["explanation"])
     assert "Without recompute it would take" in words

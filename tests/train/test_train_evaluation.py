@@ -20,7 +20,7 @@ from torch import nn
 
 from jettison.cli.train import train
 from jettison.core.errors import Infeasible, UsageError
-from jettison.train.engine import WholeModel, undisturbed
+from jettison.train.engine import WholeModel, evaluation_mode
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -131,7 +131,7 @@ def test_state_of_the_model_stays(tmp_path: Path) -> None:
     with ready(recipe(tmp_path / "modes", model=model)) as session:
         made = session.engine.parts[0].train()
         made.frozen.eval()
-        with pytest.raises(KeyError), undisturbed(session.engine):
+        with pytest.raises(KeyError), evaluation_mode(session.engine):
             assert not made.training and not torch.is_grad_enabled()
             raise KeyError
         assert made.training and not made.frozen.training and torch.is_grad_enabled()

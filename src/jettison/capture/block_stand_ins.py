@@ -140,7 +140,7 @@ def is_real(module: nn.Module) -> bool:
 def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     """A trace without ops: inputs, and outputs of one call on real tensors; buffers and generators are restored."""
     leaves, spec = tree_flatten((args, kwargs))
-    with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
+    with _disable_current_modes(), without_our_hooks(), restored(module, leaves):
         given = [stand_in(leaf) for leaf in leaves]
         output = run_holding_nothing(module.forward, tree_unflatten(given, spec))
         trace = OpRecorder(nn.Module(), given).finish(output)  # all outputs look like tensors of other graphs
@@ -179,7 +179,7 @@ def stand_in(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
+def restored(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
     """Restore tensors, random generators and Python's state after the context. No plan is active in it."""
 
     with (

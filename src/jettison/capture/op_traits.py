@@ -245,7 +245,7 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0, moved
 
 
-def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
+def unwritten_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
     """Results that no kernel writes or reads: random states that attention returns without dropout."""
     if func.namespace != "aten" or op_name(func) not in _ATTENTION or not isinstance(out, tuple):
         return []

@@ -136,7 +136,7 @@ class RegionTrace:
     reads: tuple[ValueRead, ...] = ()  # values that the arguments must have for the recording to hold
     made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> a tensor made of Python's numbers
     problem: str = ""  # why nothing may be recomputed by it; it then only lists saved tensors
-    hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are uninitialized
+    unwritten: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are uninitialized
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
     overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
@@ -331,7 +331,7 @@ class OpRecorder:
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self.writes: list[tuple[int, int]] = []  # (storage, nested calls before it)
         self.nested_at: list[int] = []  # for each call of a nested region, the number of ops before it
-        self.hollow: set[int] = set()  # buffers that no kernel writes
+        self.unwritten: set[int] = set()  # buffers that no kernel writes
         self.asked: set[int] = set()  # slots that a backward inside the forward has read
         self.detached: dict[int, str] = {}  # op -> the trained parameter that it reads without its graph
         self._trained = {
@@ -586,7 +586,7 @@ class OpRecorder:
         before, after = state or (None, None)
         if before is not None:
             inputs.append(before)
-        self.hollow.update(self.ref(t).buffer for t in op_traits.hollow_results(func, args, kwargs, out))
+        self.unwritten.update(self.ref(t).buffer for t in op_traits.unwritten_results(func, args, kwargs, out))
         flops, moved = op_traits.op_cost(func, args, kwargs, out)
         switches = kernel_switches()
         under = None if switches == self._switches else switches
@@ -728,7 +728,7 @@ class OpRecorder:
             output_spec=spec,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=reads,
-            hollow=frozenset(self.hollow),
+            unwritten=frozenset(self.unwritten),
             overwritten=frozenset(self.overwritten),
             asked=frozenset(self.inputs[b] for b in asked if b in self.inputs),
             **{name: getattr(self, name) for name in _AS_RECORDED},

@@ -22,7 +22,7 @@ _OTHER = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _DataclassFields:
     """A dataclass by its attributes."""
 
     kind: type
@@ -31,9 +31,9 @@ class _Opened:
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     leaves, spec = pytree.tree_flatten(tree, _is_size)
-    if not any(map(_is_closed, leaves)):
+    if not any(map(_is_dataclass, leaves)):
         return leaves, spec
-    return pytree.tree_flatten(_opened(tree, ()), _is_size)
+    return pytree.tree_flatten(_expanded(tree, ()), _is_size)
 
 
 def tree_shape(tree: Any) -> tuple[list[Any], Any]:
@@ -72,7 +72,7 @@ def tree_leaves(tree: Any) -> list[Any]:
     if tree.__class__ in _ATOMS:
         return [tree]
     leaves = pytree.tree_leaves(tree, _is_size)
-    return pytree.tree_leaves(_opened(tree, ()), _is_size) if any(map(_is_closed, leaves)) else leaves
+    return pytree.tree_leaves(_expanded(tree, ()), _is_size) if any(map(_is_dataclass, leaves)) else leaves
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -105,25 +105,25 @@ def _is_size(node: Any) -> bool:
     return isinstance(node, torch.Size)
 
 
-def _is_closed(leaf: Any) -> bool:
+def _is_dataclass(leaf: Any) -> bool:
     return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type | Tensor | nn.Module)
 
 
-def _opened(tree: Any, above: tuple[int, ...]) -> Any:
+def _expanded(tree: Any, above: tuple[int, ...]) -> Any:
     """The tree with dataclasses opened, except those ``above`` (ids), to one of which it may refer."""
     leaves, spec = pytree.tree_flatten(tree, _is_size)
-    return pytree.tree_unflatten([_open(leaf, above) if _is_closed(leaf) else leaf for leaf in leaves], spec)
+    return pytree.tree_unflatten([_expand(leaf, above) if _is_dataclass(leaf) else leaf for leaf in leaves], spec)
 
 
-def _open(leaf: Any, above: tuple[int, ...]) -> Any:
+def _expand(leaf: Any, above: tuple[int, ...]) -> Any:
     if id(leaf) in above:
         return leaf
     names = dict.fromkeys((*(f.name for f in fields(leaf)), *getattr(leaf, "__dict__", {})))
     above = (*above, id(leaf))
-    values = {name: _opened(getattr(leaf, name), above) for name in names if hasattr(leaf, name)}
+    values = {name: _expanded(getattr(leaf, name), above) for name in names if hasattr(leaf, name)}
     if not any(isinstance(inside, Tensor) for inside in pytree.tree_leaves(values, _is_size)):
         return leaf  # a configuration
-    return _Opened(type(leaf), values)
+    return _DataclassFields(type(leaf), values)
 
 
 def _unflatten(values: Iterable[Any], context: Any) -> Any:
@@ -135,8 +135,8 @@ def _unflatten(values: Iterable[Any], context: Any) -> Any:
 
 
 pytree.register_pytree_node(
-    _Opened,
+    _DataclassFields,
     lambda opened: (list(opened.values.values()), (opened.kind, tuple(opened.values))),
     _unflatten,
-    serialized_type_name="jettison.capture.trees._Opened",
+    serialized_type_name="jettison.capture.trees._DataclassFields",
 )

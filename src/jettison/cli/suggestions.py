@@ -102,7 +102,7 @@ def misplaced_file(arguments: Sequence[str]) -> str | None:
 
 def _unknown(message: str, flag: str, arguments: Sequence[str]) -> str:
     value = next((value for given, value in _given(arguments) if given == flag), None)
-    found = said_here(flag, value)
+    found = equivalent_flag(flag, value)
     if found is None:
         return message
     first, verb = found.split()[0], _verb(arguments)
@@ -113,7 +113,7 @@ def _unknown(message: str, flag: str, arguments: Sequence[str]) -> str:
     return f"got {flag}, which jettison {verb} does not take; {takers} take {found}"
 
 
-def said_here(flag: str, value: str | None) -> str | None:
+def equivalent_flag(flag: str, value: str | None) -> str | None:
     """Return our flag for one of another tool; None where none is known.
 
     Args:

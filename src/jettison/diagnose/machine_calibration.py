@@ -49,7 +49,7 @@ from jettison.diagnose.probes import (
     step_of_blocks,
     step_of_layers,
     stream_probe,
-    undisturbed,
+    time_probes,
 )
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 
@@ -102,7 +102,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
         pool = OperandPool(sizes.pool_bytes, getattr(torch, dtype), device)
         listed = list(gemm_probes(sizes, pool, dtype))
         budget = seconds * _SHARES["gemms"] / 2
-        took = undisturbed([probe for _, probe in listed], clock, seconds=budget, say=say)
+        took = time_probes([probe for _, probe in listed], clock, seconds=budget, say=say)
         samples = tuple((gemm, took[probe.name]) for gemm, probe in listed if probe.name in took)
         if samples:
             gemms[dtype] = samples
@@ -117,7 +117,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     (_, plain), (slots, hooked) = (step_of_layers(*sizes.layer, device, ordinary, hooked=on) for on in (False, True))
     probes = [stream, Probe("tiny ops", small), Probe("ordinary ops", large)]
     probes += [Probe("layers", plain), Probe("layers with hooks", hooked)]
-    took = undisturbed(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
+    took = time_probes(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
     of_small, of_large = counted(small), counted(large)
     return Measured(
         gemms=gemms,
@@ -136,7 +136,7 @@ def _attention(
     sizes: Sizes, pool: OperandPool, clock: Clock, seconds: float, say: Progress
 ) -> tuple[tuple[float, float, float], ...]:
     listed = list(attention_probes(sizes, pool))
-    took = undisturbed([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
+    took = time_probes([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
     known = [(flops, one.name, both.name) for _, flops, one, both in listed if {one.name, both.name} <= took.keys()]
     return tuple((flops, took[one], took[both]) for flops, one, both in known)
 
@@ -149,12 +149,12 @@ def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
         for _ in range(CHAIN):
             x.add_(1.0)
     probe = Probe("gaps between kernels", lambda _turn: graph.replay())
-    return undisturbed([probe], clock, seconds=1.0, needed=True, say=say)[probe.name] / CHAIN
+    return time_probes([probe], clock, seconds=1.0, needed=True, say=say)[probe.name] / CHAIN
 
 
 def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.0) -> tuple[int, float, float]:
     there, back = host_probes(HOST_BYTES, device)
-    took = undisturbed([there, back], clock, seconds=seconds, needed=True, say=say)
+    took = time_probes([there, back], clock, seconds=seconds, needed=True, say=say)
     return HOST_BYTES, took[there.name], took[back.name]
 
 

@@ -81,7 +81,7 @@ def clock_for(device: torch.device) -> Clock:
     return Clock.THREAD if torch.get_num_threads() == 1 else Clock.WALL
 
 
-def undisturbed(
+def time_probes(
     probes: Sequence[Probe], clock: Clock, *, seconds: float, needed: bool = False, say: Progress = silent
 ) -> dict[str, float]:
     """Return the seconds of each call: the lower quartile over rounds.

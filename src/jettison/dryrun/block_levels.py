@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.block_stand_ins import (
     forwards,
+    restored,
     run_holding_nothing,
     stand_in,
     stub_outputs,
     tensors_made,
-    undisturbed,
     without_gradient_hooks,
 )
 from jettison.capture.dispatch import eagerly
@@ -596,7 +596,7 @@ def observe_block(trace: ModelTrace, cls: BlockClass, workspace: Workspace | Non
     leaves, spec = tree_flatten((cls.args, cls.kwargs))
     shared = set(next(c.shared for c in trace.calls if c.class_key == cls.key))
     found: list[RegionOption] = []
-    with undisturbed(module, leaves), without_gradients(module), without_gradient_hooks(module), quiet_gc(), eagerly():
+    with restored(module, leaves), without_gradients(module), without_gradient_hooks(module), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])
@@ -615,7 +615,7 @@ def observe_block(trace: ModelTrace, cls: BlockClass, workspace: Workspace | Non
                         parameter.grad = torch.empty_like(parameter) if held else None
                     levels.append(block_levels(module, call, shared, workspace, trace.device_type)[0])
             except WrongValue:  # what its trial did not show: a real step would stop
-                cls.verdict = Verdict(again=False, why="a second run of its forward gives other values")
+                cls.verdict = Verdict(rerun=False, why="a second run of its forward gives other values")
                 found.append(replace(found[0], key=key))
                 continue
             finally:

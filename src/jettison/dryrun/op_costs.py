@@ -40,7 +40,7 @@ from jettison.dryrun.kernel_trial import (
     workspaces,
 )
 from jettison.dryrun.worker import run_apart
-from jettison.runtime.offload import left_on_host
+from jettison.runtime.offload import free_host_bytes
 
 Figures = TypeVar("Figures")
 ROUNDS = 3  # of pricing what a dry run meets; calls that are new every time count as the dearest of their kind
@@ -169,7 +169,7 @@ def _free_bytes(device: str) -> float:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else float("inf")
     with contextlib.suppress(UsageError):  # the system does not tell
-        return left_on_host()
+        return free_host_bytes()
     return float("inf")
 
 

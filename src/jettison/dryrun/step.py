@@ -88,7 +88,7 @@ class DryStep(Protocol):
     @property
     def last(self) -> Sequence[torch.optim.Optimizer]: ...
 
-    def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
+    def context(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
         """Context of all its runs and its optimizers' steps; ``trace``: of the first of its modules."""
 
     def alive(self) -> Iterable[Tensor]:
@@ -135,7 +135,7 @@ class OneBatch:
     def last(self) -> Sequence[torch.optim.Optimizer]:
         return each_of(self.optimizer)
 
-    def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
+    def context(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
         return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
@@ -270,7 +270,7 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
                 stack.callback(region.remove)
             stand_in_for_opaque(regions, part.trace, part.opaque)
             installed.append(regions)
-        stack.enter_context(dry_step.around(parts[0].trace))
+        stack.enter_context(dry_step.context(parts[0].trace))
         stack.enter_context(quiet_gc())
         stack.enter_context(unseen_outputs({k: c for part in parts for k, c in part.trace.classes.items()}))
         yield installed

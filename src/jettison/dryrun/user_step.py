@@ -398,7 +398,7 @@ class UserStep:
         return [*found, *_tensors(self.batches[-1])]
 
     @contextlib.contextmanager
-    def around(self, trace: ModelTrace) -> Iterator[None]:
+    def context(self, trace: ModelTrace) -> Iterator[None]:
         """Under the switches of planning's start: leaving the step's own autocast has to empty its cache."""
         with (
             as_signed(self.switches),

@@ -25,7 +25,7 @@ nodes save. Nothing after the last saved tensor is recomputed (``early_stop``).
 
 NOTE [ Policies under two halves ]
 A selective checkpoint of torch's cannot be differentiated twice. If a policy keeps something other than the two
-above, `jettison.runtime` carries it out (`frame.is_asked_again`): recomputed tensors that a node with a weight saved
+above, `jettison.runtime` carries it out (`frame.is_unpacked_again`): recomputed tensors that a node with a weight saved
 are kept until the node's second half, and nothing is recomputed twice.
 """
 

@@ -15,7 +15,7 @@ from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes, format_percent
 from jettison.dryrun.counter import static_tensors, unique_bytes
-from jettison.runtime.offload import left_on_host
+from jettison.runtime.offload import free_host_bytes
 from jettison.spec.device_allowance import FRAGMENTS
 
 HOST_MARGIN: Final = Fraction(1, 20)
@@ -92,7 +92,7 @@ def budget_of(
         left = int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
         where, margin = torch.cuda.get_device_name(device), FRAGMENTS[1]
     else:
-        left, where, margin = left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
+        left, where, margin = free_host_bytes() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
     part = 1 - margin if read.share is None else read.share
     nbytes = int(left * part)
     words = f"{format_bytes(nbytes)}: {format_percent(float(part))} of the {format_bytes(left)} that {where} has left"

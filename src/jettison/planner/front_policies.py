@@ -104,7 +104,7 @@ def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], f
     return replace(
         point,
         key=f"{point.key}{PACK}",
-        kept_bytes=point.kept_bytes - _spared(region.program, packs),
+        kept_bytes=point.kept_bytes - _bytes_saved(region.program, packs),
         seconds=point.seconds + sum(map(price, packs.values())),
         packed=frozenset(packs),
     )
@@ -140,12 +140,12 @@ def seconds_by_traffic(pack: Pack, hardware: Hardware) -> float:
     return memory_seconds(PACKED_TRAFFIC * pack.mask_bytes + numbers, hardware)
 
 
-def _spared(program: Program, packs: Mapping[int, Pack]) -> int:
+def _bytes_saved(program: Program, packs: Mapping[int, Pack]) -> int:
     return program.kept_bytes(frozenset(packs)) - sum(pack.nbytes for pack in packs.values())
 
 
 def _is_worth(program: Program, packs: Mapping[int, Pack], kept_bytes: int) -> bool:
-    spared = _spared(program, packs)
+    spared = _bytes_saved(program, packs)
     return spared > LEAST_PACKED * kept_bytes and spared >= SMALLEST_BYTES
 
 

@@ -19,7 +19,7 @@ from jettison.ledger.program import Program
 from jettison.planner.front_policies import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.install import returned
-from jettison.runtime.offload import left_on_host, usable
+from jettison.runtime.offload import free_host_bytes, usable
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.offload_options import parts_to_send
@@ -91,7 +91,7 @@ def host_of(
     whose = "this machine" if left is None or given is None else f"the host of {given.name}"
     if left is None:
         with contextlib.suppress(UsageError):  # unknown on this system
-            left = left_on_host()
+            left = free_host_bytes()
     if budget is not None and left is not None and budget > left:
         raise UsageError(f"got host_budget={host_budget!r}; {whose} has {format_bytes(left)} for it. Give at most that")
     if given is not None:

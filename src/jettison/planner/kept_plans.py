@@ -78,7 +78,7 @@ class KeptPlans:
             return
         text = read_text(self.file, f"plan={str(self.file)!r}")
         if why := self._difference(_kept_in(text, self.file), text):
-            self._say(f"the plan in {self.file} is not reused: {why}; planning anew")
+            self._log(f"the plan in {self.file} is not reused: {why}; planning anew")
 
     def _difference(self, kept: Mapping[str, Any], text: str) -> str:
         """The first difference; empty if there is none, and the plans are read."""
@@ -105,7 +105,7 @@ class KeptPlans:
     def followed(self) -> list[Plan]:
         """The plans of the file, logged as reused."""
         peak = format_bytes(max(plan.predicted.peak_bytes for plan in self.plans))
-        self._say(f"reusing the plan in {self.file}: predicted peak {peak}")
+        self._log(f"reusing the plan in {self.file}: predicted peak {peak}")
         return self.plans
 
     def write(self, plans: Sequence[Plan], *, state_bytes: int, planning_seconds: float) -> None:
@@ -124,9 +124,9 @@ class KeptPlans:
                 _kept_in(self.file.read_text(encoding="utf-8"), self.file)
             write_whole(self.file, text)
         except (OSError, UsageError) as error:
-            self._say(f"the plan cannot be kept in {self.file}: {error}")
+            self._log(f"the plan cannot be kept in {self.file}: {error}")
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self.progress.line(text) if isinstance(self.progress, Shown) else self.progress(text)
 
 

@@ -107,12 +107,12 @@ class PeakWatch:
                 more_bytes = peak - self.predicted_then
                 what = f"a step took {format_bytes(peak)}, {format_bytes(more_bytes)} more than the plan predicted"
                 limit_text = f", and its budget is {format_bytes(self.budget_bytes)}" if over else ""
-                self._say(f"{what}, in {self.phase}{limit_text}", over and self.exceeded(more_bytes))
+                self._warn(f"{what}, in {self.phase}{limit_text}", over and self.exceeded(more_bytes))
         limit = self.reserved_budget_bytes
         if more and self._is_of_a_step(before) and limit is not None and reserved > limit:
             above = reserved - limit
             what = f"reserved memory rose to {format_bytes(reserved)} in {before or 'a step'}"
-            self._say(f"{what}, {format_bytes(above)} above its budget of {format_bytes(limit)}", self.exceeded(above))
+            self._warn(f"{what}, {format_bytes(above)} above its budget of {format_bytes(limit)}", self.exceeded(above))
 
     def _is_of_a_step(self, phase: str) -> bool:
         return phase not in ("", FOLLOWS, PLANNING) and (self.sees_steps or phase != "backward")
@@ -126,7 +126,7 @@ class PeakWatch:
             phase=self.phase or self.running,
         )
 
-    def _say(self, what: str, planned: bool) -> None:
+    def _warn(self, what: str, planned: bool) -> None:
         then = ". Later plans use a budget reduced by that" if planned else ""
         warn(f"{what}{then}")
 
@@ -206,7 +206,7 @@ class OptimizerWatch:
         self.seen[stepping] = DONE if before is not None and nbytes <= before else max(0, nbytes)
         if nbytes > 0 and self.predicted() + nbytes > self.budget_bytes:
             self.seen[stepping] = DONE
-            self._say(stepping, nbytes)
+            self._warn(stepping, nbytes)
 
     def _look_at_late(self, stepping: torch.optim.Optimizer, states: _States) -> None:
         """Warn of parameters whose first gradients, and with them state, appeared after the planned step."""
@@ -240,7 +240,7 @@ class OptimizerWatch:
         mine = _storages(stepping, own)
         return sum(nbytes for key, nbytes in mine.items() if key not in counted) - self.elsewhere_bytes
 
-    def _say(self, stepping: torch.optim.Optimizer, nbytes: int) -> None:
+    def _warn(self, stepping: torch.optim.Optimizer, nbytes: int) -> None:
         made = f"the {self.kinds[0][0].__name__} that it was given" if self.kinds else "no optimizer"
         warn(
             f"a {type(stepping).__name__} steps with {format_bytes(nbytes)} of state that the plan for "

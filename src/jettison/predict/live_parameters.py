@@ -64,7 +64,7 @@ class Call(NamedTuple):
     parameters: tuple[int, ...]
     region: int = 0
     backward: bool = False  # of the pass
-    learns: bool = False
+    makes_gradients: bool = False
     stays: bool = False
 
 
@@ -73,29 +73,29 @@ def live_parameters(run: Run, parts: Sequence[StageRegion]) -> tuple[Live, ...]:
     layout, precision = run.layout, run.precision
     assert layout.buckets is not None
     width = DTYPE_BYTES[precision.compute]
-    there = layout.buckets.buckets * layout.buckets.reduce * width
+    bucket_bytes = layout.buckets.buckets * layout.buckets.reduce * width
     if layout.zero == 1:
-        return ((0, there),) * len(parts)
-    hosted = layout.shards if run.optimizer_offload.moves_parameters else 0
-    again = run.recompute.mode not in (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)  # do modules run once more?
+        return ((0, bucket_bytes),) * len(parts)
+    copying = layout.shards if run.optimizer_offload.moves_parameters else 0
+    reruns = run.recompute.mode not in (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)
     ends = tuple((part.name == EMBEDDING, part.region) for part in parts)
-    gathers = layout.zero == 3 and (layout.shards > 1 or hosted > 0)  # one rank's are views of its own
-    found = _live(ends, layout.buckets, width, again, gathers, hosted)
-    return found if layout.zero == 3 else tuple((0, backward + there) for _, backward in found)
+    gathers = layout.zero == 3 and (layout.shards > 1 or copying > 0)  # one rank's are views of its own
+    found = _live(ends, layout.buckets, width, reruns, gathers, copying)
+    return found if layout.zero == 3 else tuple((0, backward + bucket_bytes) for _, backward in found)
 
 
 @lru_cache(maxsize=256)
 def _live(
-    ends: tuple[tuple[bool, Region], ...], buckets: ZeroBuckets, width: int, again: bool, gathers: bool, hosted: int
+    ends: tuple[tuple[bool, Region], ...], buckets: ZeroBuckets, width: int, reruns: bool, gathers: bool, copying: int
 ) -> tuple[Live, ...]:
     parameters: list[Parameter] = []
     calls = [[*_calls(region, parameters, width, gathers)] for _, region in ends]
     trace = [Call(own, at) for at, modules in enumerate(calls) for own in modules]
     for at in reversed(range(len(calls))):
-        if again and not ends[at][0] and at < len(calls) - 1:
+        if reruns and not ends[at][0] and at < len(calls) - 1:
             trace += [Call(own, at, backward=True) for own in calls[at]]
         trace += [Call(own, at, True, True, stays=ends[at][0]) for own in reversed(calls[at])]
-    coordinator = Coordinator(parameters=parameters, trace=trace, buckets=buckets, hosted=hosted, width=width)
+    coordinator = Coordinator(parameters=parameters, trace=trace, buckets=buckets, copying=copying, width=width)
     found = [[0, 0] for _ in calls]
     for call, nbytes in zip(trace, coordinator.run(), strict=True):
         found[call.region][call.backward] = max(found[call.region][call.backward], nbytes)
@@ -140,7 +140,7 @@ class Coordinator:
     """One forward and backward of a recorded trace.
 
     Args:
-        hosted: ranks that each copy their shards from the host first; one copies each parameter into its storage.
+        copying: ranks that each copy their shards from the host first; one copies each parameter into its storage.
         width: bytes of an element of a gradient.
         fetched: live elements, and bytes of all storages, after the gathers of each call.
     """
@@ -148,7 +148,7 @@ class Coordinator:
     parameters: Sequence[Parameter]
     trace: Sequence[Call]
     buckets: ZeroBuckets
-    hosted: int = 0
+    copying: int = 0
     width: int = 2
     fetched: list[tuple[int, int]] = field(default_factory=list, init=False)
 
@@ -181,7 +181,7 @@ class Coordinator:
             self.peak = self.nbytes
             self.fetch(at, call.parameters)
             self.fetched.append((self.count, self.nbytes))
-            if call.learns:
+            if call.makes_gradients:
                 self._reduce(call.parameters)
             if not call.stays:
                 self.release(at + 1, call.parameters)
@@ -200,9 +200,9 @@ class Coordinator:
         self.live.update(missing)
         self.count += sum(self.parameters[p].numel for p in missing)
         self.gathers |= dict.fromkeys(
-            missing, _Coalesced({*missing}, total, alone=len(missing) == 1 or self.hosted == 1)
+            missing, _Coalesced({*missing}, total, alone=len(missing) == 1 or self.copying == 1)
         )
-        self._grow(total, passing=total // self.hosted if self.hosted > 1 else 0)
+        self._grow(total, passing=total // self.copying if self.copying > 1 else 0)
 
     def fetch(self, at: int, own: tuple[int, ...]) -> None:
         """Gather a call's parameters, and prefetch."""

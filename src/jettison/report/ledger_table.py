@@ -138,7 +138,7 @@ def run_facts(asked: Resolved, host: OffloadedOptimizer | None, *, training: boo
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
     recompute = asked.run.recompute
     text = report.recompute + (", layers compiled" if asked.run.compiled else "")
-    text += ", what stays is offloaded" if recompute.offload else ""
+    text += ", kept tensors offloaded" if recompute.offload else ""
     text += f", offloading {', '.join(recompute.sent)}" if recompute.sent else ""
     text += f", not in {recompute.whole} micro-batches of each window" if recompute.whole else ""
     if report.choice is None:

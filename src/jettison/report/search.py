@@ -70,7 +70,7 @@ class SearchReport:
         found = (*template.model.left_out, *unlike_anchor(template, self.hardware.name), *self._beyond_preset())
         if (closest := self.answer.closest) is None:
             return found
-        lacks = f"the closest, {closest.candidate.flags}, lacks {format_bytes(closest.lacks)}"
+        lacks = f"the closest, {closest.candidate.flags}, lacks {format_bytes(closest.over_bytes)}"
         return (*found, f"nothing is expected to fit ({lacks}): those listed are {FitVerdict.CLOSE}")
 
     def _beyond_preset(self) -> Iterator[str]:
@@ -119,7 +119,7 @@ class SearchReport:
             space=part("SearchedSpace", layouts=len(space.setups), candidates=space.size),
             feasible=True,
             closest=None if answer.closest is None else self._candidate(answer.closest),
-            over_budget_bytes=answer.closest and answer.closest.lacks,
+            over_budget_bytes=answer.closest and answer.closest.over_bytes,
             prediction_error=self.sure,
             trainings=self.trainings or None,
             candidates=[self._candidate(found) for found in answer.ranked],
@@ -231,7 +231,7 @@ def nothing_document(
         feasible=False,
         candidates=[],
         closest=_candidate(error.closest, None, ranges, verdict),
-        over_budget_bytes=error.closest.lacks,
+        over_budget_bytes=error.closest.over_bytes,
     )
 
 
@@ -268,7 +268,7 @@ def _recompute(answer: SearchAnswer) -> Iterator[str]:
     if best.candidate.recompute.mode is Mode.NONE:
         return
     saved = best.seconds.step - plain.seconds.step
-    lacks = f"lacks {format_bytes(plain.lacks)}" if plain.lacks > 0 else "fits"
+    lacks = f"lacks {format_bytes(plain.over_bytes)}" if plain.over_bytes > 0 else "fits"
     yield (
         f"Without recompute it would take {format_seconds(plain.seconds.step)}, {format_seconds(saved)} less, and "
         f"{lacks}: {format_bytes(plain.needed_bytes)}."

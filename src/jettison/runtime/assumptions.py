@@ -135,7 +135,7 @@ class Assumptions:
             self._compare(args, kwargs)
         counted, self.counts_gradients = self.counts_gradients or self.gradients_preallocated, False
         if not counted and any(p.grad is not None for p in self.ends):
-            self._say(
+            self._warn(
                 "gradients",
                 f"gradients ({format_bytes(self.gradient_bytes)}) are there already when the forward begins, as they "
                 "are when several backwards add up or after zero_grad(set_to_none=False)",
@@ -144,7 +144,7 @@ class Assumptions:
             )
         replica = None if self.replicated else DistributedDataParallel._get_active_ddp_module()
         if replica is not None and replica.module is self.model:
-            self._say(
+            self._warn(
                 "replica",
                 f"the model is inside of DistributedDataParallel, whose buckets ({format_bytes(self.gradient_bytes)}) "
                 "stay from step to step",
@@ -153,14 +153,14 @@ class Assumptions:
             )
         again = "call handle.expect(batch) before each step" if self.thaws else "remove() the plan, and plan again"
         if thawed := [plain(p).nbytes for p in self.frozen if p.requires_grad]:
-            self._say(
+            self._warn(
                 "thawed",
                 f"{len(thawed)} parameters ({format_bytes(sum(thawed))}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their matmuls save no inputs",
                 again,
             )
         if self.states and any(map(operator.gt, stay_unsharded(self.states), self.unsharded)):
-            self._say(
+            self._warn(
                 "unsharded",
                 "FSDP keeps parameters unsharded between forward and backward (set_reshard_after_forward)",
                 "that they are resharded, as when it was made",
@@ -172,7 +172,7 @@ class Assumptions:
             self.collected = True  # once: no backward will come for graphs that only reference cycles keep alive
             gc.collect()
         if (waiting := len(graphs)) >= self.in_flight:
-            self._say(
+            self._warn(
                 "waiting",
                 f"a forward begins while {waiting} earlier one{'s' if waiting > 1 else ''} still "
                 f"wait{'' if waiting > 1 else 's'} for backward",
@@ -211,7 +211,7 @@ class Assumptions:
             return
         self._look_at_outputs()
         if self.returns_loss and "loss" not in self.said and (where := self._beyond_loss()):
-            self._say(
+            self._warn(
                 "loss",
                 f"backward begins {where}",
                 "the loss that the model makes, and no other",
@@ -220,7 +220,7 @@ class Assumptions:
         kinds = backward_kinds(self.ends) - self.said
         for kind, words in _OTHER_BACKWARDS.items():
             if kind in kinds and (kind != PARTIAL or self._is_partial()):
-                self._say(kind, *words)
+                self._warn(kind, *words)
 
     def _beyond_loss(self) -> str:
         """Place at which backward begins, if not at the model's own loss, scaled (by a trained number, say) or added to
@@ -248,7 +248,7 @@ class Assumptions:
         held = [plain(t).untyped_storage() for ref in self.outputs if (t := ref()) is not None and t.dim() > 0]
         nbytes = sum({storage._cdata: storage.nbytes() for storage in held}.values())
         if nbytes > self.room_bytes:
-            self._say(
+            self._warn(
                 "outputs",
                 f"the loop still holds what the model returned ({format_bytes(nbytes)}) when backward begins",
                 "that it does not (keep_output=False)",
@@ -269,7 +269,7 @@ class Assumptions:
             return
         self.is_larger = True
         changes = f"{now}, planned was {' or '.join(dict.fromkeys(map(str, self.planned)))}"
-        self._say(
+        self._warn(
             f"batch {changes}",
             f"the batch is larger than the one that was planned for: {changes}",
             "the batch it was given",
@@ -278,7 +278,7 @@ class Assumptions:
             else "plan with the largest batch of the run, and with every argument that it will have",
         )
 
-    def _say(self, key: str, what: str, assumed: str, advice: str) -> None:
+    def _warn(self, key: str, what: str, assumed: str, advice: str) -> None:
         if key in self.said:
             return
         self.said.add(key)

@@ -122,10 +122,10 @@ class CopiedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             trains_plainly(self.module)
-            self._say()
+            self._warn()
         return self.plain(*args, **kwargs)
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         if self.how not in self.said:
             self.said.add(self.how)
             warn(

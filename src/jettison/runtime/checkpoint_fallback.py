@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
 
 from jettison.capture.dispatch import CALLS_COMPILED, eagerly
 from jettison.capture.isolation import WritesUndone, without_gradients, without_our_hooks
-from jettison.capture.op_traits import hollow_results
+from jettison.capture.op_traits import unwritten_results
 from jettison.capture.randomness import Streams
 from jettison.capture.reachable_state import Reach
 from jettison.capture.recorder import TensorRef
@@ -58,7 +58,7 @@ from jettison.runtime.moves import BufferRange, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, PlannedRegion, Prepared, Verdict
-from jettison.runtime.saved_tensor_hooks import compute_less_again, is_asked_again
+from jettison.runtime.saved_tensor_hooks import is_unpacked_again, keep_more_after_error
 from jettison.runtime.views import Within, view_of
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
@@ -72,22 +72,22 @@ def run_without_recipe(region: PlannedRegion, prepared: Prepared, args: tuple[An
     """Run one call. The first one that may be recomputed is tried: see NOTE [ Rerunning Python ]."""
     is_kept = region.is_root or keeps_everything(region.plan.policy)
     if not is_kept and region.recordings.differs:
-        prepared.verdict = Verdict(again=False, why=region.recordings.differs)
+        prepared.verdict = Verdict(rerun=False, why=region.recordings.differs)
     if not is_kept and prepared.verdict is None and prepared.problem == CALLS_COMPILED:
-        prepared.verdict = Verdict(again=False, why="compiled functions do not run where ops are watched")
+        prepared.verdict = Verdict(rerun=False, why="compiled functions do not run where ops are watched")
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
-            Verdict(again=False, why=WRITTEN_LATER) if late else trial(region.module, region.own(), args, kwargs)
+            Verdict(rerun=False, why=WRITTEN_LATER) if late else try_rerun(region.module, region.own(), args, kwargs)
         )
-        prepared.told = prepared.told and prepared.verdict.again
+        prepared.told = prepared.told and prepared.verdict.rerun
     if prepared.verdict is not None and prepared.verdict.interrupt is not None:
         interrupt, prepared.verdict = prepared.verdict.interrupt, None
         run_interrupted(region, interrupt, args, kwargs)
-    _say(region, prepared)
+    _warn(region, prepared)
     if region.is_root:
         return region.forward(*args, **kwargs)
-    if not is_kept and prepared.verdict is not None and prepared.verdict.again:
+    if not is_kept and prepared.verdict is not None and prepared.verdict.rerun:
         if is_capturing():
             raise UsageError(
                 f"a CUDA graph is being captured, and the Python of {region.name or 'the model'} is rerun in its "
@@ -96,8 +96,8 @@ def run_without_recipe(region: PlannedRegion, prepared: Prepared, args: tuple[An
         return Rerun(region, prepared.verdict, args, kwargs).run()
     policy = region.plan.policy
     with without_our_hooks(), _without_checks():  # its saved tensors are not the surrounding region's
-        if isinstance(policy, Offload) and _may_move(region, prepared):
-            return run_moving(region, policy, region.forward, args, kwargs)
+        if isinstance(policy, Offload) and _may_offload(region, prepared):
+            return run_with_offload(region, policy, region.forward, args, kwargs)
         return region.forward(*args, **kwargs)
 
 
@@ -117,13 +117,13 @@ def _without_checks() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if ours else contextlib.nullcontext()
 
 
-def _may_move(region: PlannedRegion, prepared: Prepared) -> bool:
+def _may_offload(region: PlannedRegion, prepared: Prepared) -> bool:
     """Whether autograd gives back the values that it saved, and not later writes to them."""
     late = region.recordings.late or region.recordings.late_inside
-    return not late and not (prepared.verdict is not None and prepared.verdict.again)
+    return not late and not (prepared.verdict is not None and prepared.verdict.rerun)
 
 
-def run_moving(
+def run_with_offload(
     region: PlannedRegion, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run one call, and offload its saved tensors as they are saved."""
@@ -140,41 +140,41 @@ def run_moving(
         group.end()
 
 
-def _say(region: PlannedRegion, prepared: Prepared) -> None:
+def _warn(region: PlannedRegion, prepared: Prepared) -> None:
     """Warn that a region is not planned tensor by tensor, once for each reason."""
     if prepared.told:
         return
     prepared.told = True
     verdict = prepared.verdict
-    is_kept = region.is_root or keeps_everything(region.plan.policy) or (verdict is not None and not verdict.again)
-    moves = isinstance(region.plan.policy, Offload) and not region.is_root and _may_move(region, prepared)
-    kept = "moved to the host as it is saved" if moves else "kept as plain autograd keeps it"
+    is_kept = region.is_root or keeps_everything(region.plan.policy) or (verdict is not None and not verdict.rerun)
+    moves = isinstance(region.plan.policy, Offload) and not region.is_root and _may_offload(region, prepared)
+    kept = "offloaded to CPU as it is saved" if moves else "kept as plain autograd keeps it"
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
     keeps_more = is_kept and not moves and not keeps_everything(region.plan.policy)
     if keeps_more and region.has_assumptions():
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
-    region.say_once(text, text)
+    region.warn_once(text, text)
 
 
 # trials -------------------------------------------------------------------------------------------------------------
 
 
-def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
+def try_rerun(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
     """Run a forward on real tensors twice as its checkpoint would, compare, and restore all state."""
     reach = Reach([module], [forward, *tree_leaves((args, kwargs))], most=MOST_VALUES_A_STEP)
     if reach.values > MOST_VALUES_A_STEP:
         return Verdict(
-            again=False,
+            rerun=False,
             why=f"its code can reach more than {MOST_VALUES_A_STEP} Python objects that may change, so that it takes "
             "too long to see in each step that a second run leaves them alone",
         )
     if reach.has_large_copies:
-        return Verdict(again=False, why="it takes too long to copy, in each step, an array in its reach")
+        return Verdict(rerun=False, why="it takes too long to copy, in each step, an array in its reach")
     elsewhere, originals = WritesUndone(), list(_buffers_of(module).values())
     streams, signature = Streams.now(), global_signature()
-    looks = _Looks()
+    digests = _RunDigests()
     reach.set_aside()
     try:
         # others wrap an array
@@ -188,12 +188,12 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             )
             elsewhere.undo.note(originals, handed=True)  # a NumPy view may write to the copies' originals
             compiled: list[str] = []
-            with eagerly(lambda: compiled.append(CALLS_COMPILED)), elsewhere, looks.hollow:
-                first = _run(forward, given, looks.first, looks.asked)
+            with eagerly(lambda: compiled.append(CALLS_COMPILED)), elsewhere, digests.unwritten:
+                first = _run(forward, given, digests.first, digests.refuse_backward)
                 if compiled:
-                    return Verdict(again=False, why=CALLS_COMPILED)
+                    return Verdict(rerun=False, why=CALLS_COMPILED)
                 if elsewhere.undo.wrote:
-                    return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
+                    return Verdict(rerun=False, why="its forward writes to tensors that are no buffers of its")
             now = _tables(module)
             written = tuple(  # kernels that write statistics do not all bump the version counter
                 (i, name)
@@ -202,45 +202,45 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             )
             streams.restore()
             with as_signed(signature), _buffers_as(module, again):
-                second = _run(forward, given, looks.second, looks.asked)
-            if looks.ran_backward:
-                return Verdict(again=False, why=RAN_BACKWARD)
-            if looks.at != len(looks.seen):
-                return Verdict(again=False, why="a second run of its forward saves other tensors")
+                second = _run(forward, given, digests.second, digests.refuse_backward)
+            if digests.ran_backward:
+                return Verdict(rerun=False, why=RAN_BACKWARD)
+            if digests.at != len(digests.seen):
+                return Verdict(rerun=False, why="a second run of its forward saves other tensors")
             if not _same(first, second):
-                return Verdict(again=False, why="a second run of its forward returns something else")
-            hollow = frozenset(number for number, witness in enumerate(looks.seen) if witness is None)
-            return Verdict(again=True, written=written, hollow=hollow)
+                return Verdict(rerun=False, why="a second run of its forward returns something else")
+            unwritten = frozenset(number for number, witness in enumerate(digests.seen) if witness is None)
+            return Verdict(rerun=True, written=written, unwritten=unwritten)
     except WrongValue:
-        return Verdict(again=False, why="a second run of its forward gives other values")
+        return Verdict(rerun=False, why="a second run of its forward gives other values")
     except Exception as error:  # the user's own is raised again by the real run
         line = (str(error).splitlines() or [""])[0][:200]
-        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
-        return Verdict(again=False, why=why)
+        why = RAN_BACKWARD if digests.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
+        return Verdict(rerun=False, why=why)
     except BaseException as interrupt:  # Ctrl-C, say
-        return Verdict(again=False, why=f"its trial was left ({type(interrupt).__name__})", interrupt=interrupt)
+        return Verdict(rerun=False, why=f"its trial was left ({type(interrupt).__name__})", interrupt=interrupt)
     finally:
         streams.restore()
         reach.restore()
 
 
 @dataclass(kw_only=True)
-class _Looks:
+class _RunDigests:
     """Digests of the tensors of a first run, compared with those of a second."""
 
     seen: list[Witness | None] = field(default_factory=list)
-    hollow: _Hollow = field(default_factory=lambda: _Hollow())
+    unwritten: _UnwrittenTensors = field(default_factory=lambda: _UnwrittenTensors())
     at: int = 0
     ran_backward: bool = False
 
-    def asked(self, _packed: None) -> Tensor:
+    def refuse_backward(self, _packed: None) -> Tensor:
         """Refuse a backward inside the forward: its tensor is not kept, and a checkpoint could not recompute it."""
         self.ran_backward = True
         raise RuntimeError(RAN_BACKWARD)
 
     @of_a_region
     def first(self, tensor: Tensor) -> None:
-        unseen = not is_dense(tensor) or self.hollow.has(tensor)
+        unseen = not is_dense(tensor) or self.unwritten.has(tensor)
         self.seen.append(None if unseen else _witness(tensor, 0, Check.FULL))
 
     @of_a_region
@@ -253,8 +253,8 @@ class _Looks:
             raise WrongValue("a second run differs")
 
 
-class _Hollow(TorchDispatchMode):
-    """Finds tensors that no kernel writes; see `hollow_results`."""
+class _UnwrittenTensors(TorchDispatchMode):
+    """Finds tensors that no kernel writes; see `unwritten_results`."""
 
     supports_higher_order_operators = True
 
@@ -269,7 +269,7 @@ class _Hollow(TorchDispatchMode):
         if desugars(types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        self._found += hollow_results(func, args, kwargs or {}, out)
+        self._found += unwritten_results(func, args, kwargs or {}, out)
         return out
 
 
@@ -421,7 +421,7 @@ class Rerun:
         self.parameters = _parameters_of(module)  # under functional_call others than the module's own
         self.left: dict[str, tuple[Tensor, int | None]] = {}  # named tensors that it read, and later versions
         self.count = 0
-        self.hollow, self.known = verdict.hollow, verdict.known
+        self.unwritten, self.known = verdict.unwritten, verdict.known
         self.wanted: dict[int, Witness | None] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -441,7 +441,7 @@ class Rerun:
         self.count += 1
         if not is_dense(tensor) or storage_of(tensor) in self.free:
             return Held(tensor)
-        unseen = self.how is Check.OFF or index in self.hollow
+        unseen = self.how is Check.OFF or index in self.unwritten
         self.wanted[index] = None if unseen else _witness(tensor, self.number * SALT + index, self.how)
         return Dropped(self, index)
 
@@ -449,7 +449,7 @@ class Rerun:
         """The tensor of that number, as the forward saved it."""
         if index not in self.values:
             self._again()
-        return self.values[index] if is_asked_again() else self.values.pop(index)
+        return self.values[index] if is_unpacked_again() else self.values.pop(index)
 
     def _again(self) -> None:
         for leaf, version in self.versions:
@@ -503,7 +503,7 @@ class Rerun:
 
     def wrong(self, what: str) -> WrongValue:
         """Return the error for a rerun that differed from the first run."""
-        compute_less_again(self.region, what)
+        keep_more_after_error(self.region, what)
         return WrongValue(
             f"{self.region.name or 'the model'} was checkpointed and its forward rerun in backward, and {what} (call "
             f"{self.number} of this region). Its forward depends on state that changed between the two runs. The "
@@ -514,7 +514,7 @@ class Rerun:
         """Return the error for a parameter, a buffer or, without a name, an argument that was written to."""
         parameters = (one for one, _ in self.module.named_parameters(remove_duplicate=False))
         what = f"{'parameter' if name in parameters else 'buffer'} {name!r}" if name else "an argument"
-        compute_less_again(self.region, f"{what} was written to between forward and backward", {name} - {""})
+        keep_more_after_error(self.region, f"{what} was written to between forward and backward", {name} - {""})
         return StaleTensor(
             f"{what} of {self.region.name or 'the model'}, whose forward was checkpointed and rerun in backward, was "
             f"modified by an inplace operation between forward and backward: it is at version {now}; expected version "

@@ -32,7 +32,7 @@ from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.ledger.program import Program
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
-from jettison.runtime.checkpoint_fallback import OffloadHooks, run_moving
+from jettison.runtime.checkpoint_fallback import OffloadHooks, run_with_offload
 from jettison.runtime.cuda_graphs import refuse_capture
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload import Group
@@ -265,7 +265,7 @@ class CompiledRegion(PlannedForward):
         outer = self.outer or self
         first = self.ran.setdefault((self.recordings.number, outer.key), outer.calls)
         if first != outer.calls and compilations() != began:
-            self.say_changed()
+            self.warn_changed()
         return output
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +275,7 @@ class CompiledRegion(PlannedForward):
         run = self._compiled(keeping(policy, self.compiled), says=some_may_move)
         try:
             if isinstance(policy, Offload):
-                return run_moving(self, policy, run, args, kwargs)
+                return run_with_offload(self, policy, run, args, kwargs)
             return run_sending(self, run, args, kwargs) if some_may_move else run(*args, **kwargs)
         except torch._dynamo.exc.InternalTorchDynamoError:
             refuse_capture(f"{self.name or 'the model'} is compiled")  # dynamo wraps exceptions of its callback
@@ -289,7 +289,7 @@ class CompiledRegion(PlannedForward):
 
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as torch runs compiled code under a mode: op by op, visible to the mode."""
-        self.say_once(
+        self.warn_once(
             "mode",
             f"{self.name or 'the model'} runs op by op under a dispatch mode (a counter of FLOPs, say), as what is "
             "compiled always does; it then keeps what plain autograd keeps",
@@ -297,9 +297,9 @@ class CompiledRegion(PlannedForward):
         with without_our_hooks():
             return self.own()(*args, **kwargs)
 
-    def say_compiled(self) -> None:
+    def warn_compiled(self) -> None:
         """Make another `torch.compile` of it a no-op."""
-        self.say_once(
+        self.warn_once(
             "torch.compile",
             "torch.compile has no effect on blocks that run under a plan: they are compiled already, as the plan has "
             "it. To compile them otherwise, remove() the plan, call block.compile(...), and plan again",

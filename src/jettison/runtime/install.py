@@ -261,7 +261,7 @@ class Structure:
         """Warn that modules inside of blocks were replaced: blocks are recorded again, and the budget may not hold."""
         about = self._about_budget()
         if about:
-            self.root.say_once(
+            self.root.warn_once(
                 "parts", f"modules of the model were added, replaced or removed after planning ({names}){about}"
             )
 
@@ -294,7 +294,7 @@ class Structure:
         self._refuse_checkpointing()
         compiled = next((r for r in self._at_work() if vars(r.module).get("_compiled_call_impl") is not None), None)
         if compiled is not None:
-            compiled.say_compiled()
+            compiled.warn_compiled()
         changes = [*self._keep(), *self._replace()]
         sizes = [len(table) for table, _ in self.sizes]
         if not changes and sizes != [size for _, size in self.sizes]:
@@ -306,7 +306,7 @@ class Structure:
         there = {region.name for region in self._at_work()}
         self.root.recordings.blocks = tuple(name for name in names if name in there)
         self.root.start_over()
-        self._say(changes)
+        self._warn(changes)
 
     def _keep(self) -> Iterator[str]:
         """Names of regions whose modules are still part of the model, under whatever name."""
@@ -349,7 +349,7 @@ class Structure:
         new.outer = self.root
         self.regions.insert(len(self.regions) - 1, new)
 
-    def _say(self, changes: list[str]) -> None:
+    def _warn(self, changes: list[str]) -> None:
         more = f" and {len(changes) - MOST_WORDS} more" if len(changes) > MOST_WORDS else ""
         warn(
             f"the model is another one than when it was planned: {', '.join(changes[:MOST_WORDS])}{more}. What stands "

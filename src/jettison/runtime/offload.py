@@ -142,7 +142,7 @@ class SlabRanges:
         self.taken = [taken for taken in self.taken if taken[0] != begin]
 
 
-def left_on_host() -> int:
+def free_host_bytes() -> int:
     """Bytes of CPU memory that are available without swapping, or the container's limit if that is less; if torchrun
     started several ranks on a host, each rank's part. Raises `UsageError` where the system does not tell.
     """
@@ -167,7 +167,7 @@ class HostPool:
     """Slabs within pinned bytes as pinning rounds them; None: all that ``left`` has (None: nothing is allocated)."""
 
     def __init__(
-        self, device: StreamDevice, budget_bytes: int | None = None, *, left: Callable[[], int] | None = left_on_host
+        self, device: StreamDevice, budget_bytes: int | None = None, *, left: Callable[[], int] | None = free_host_bytes
     ) -> None:
         if budget_bytes is not None and budget_bytes < 0:
             raise UsageError(f"got a host budget of {budget_bytes} bytes; expected 0 or more")

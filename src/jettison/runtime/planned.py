@@ -226,7 +226,7 @@ class PlannedForward:
             self._follow_class()
         if copied is not None:
             return self._run_copy(copied, args, kwargs)
-        if self.retired or not torch.is_grad_enabled() or (is_transforming() and self._say_transformed()):
+        if self.retired or not torch.is_grad_enabled() or (is_transforming() and self._warn_transformed()):
             self.unwatch()  # some modules take another path if they have hooks, as torch's encoder layers do
             return self.forward(*args, **kwargs)
         outer = current_frame()
@@ -244,30 +244,30 @@ class PlannedForward:
 
     def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """Forward for `torch.compile`, which leaves it uncompiled."""
-        self.say_compiled()
+        self.warn_compiled()
         return self._called(whose_copy(self, compiled=True), args, kwargs)
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as without a plan: foreign hooks get the tensors that autograd saves."""
-        self.say_once(
+        self.warn_once(
             "hooks",
             f"{self.name or 'the model'} runs without the plan, since it is called {FOREIGN_HOOKS}. Leave those out "
             "to have the plan kept, or remove() the plan",
         )
         return self.forward(*args, **kwargs)
 
-    def say_compiled(self) -> None:
+    def warn_compiled(self) -> None:
         """Warn that compiling a planned module has no effect."""
-        self.say_once(
+        self.warn_once(
             "torch.compile",
             "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
             "instead, remove() the plan first",
         )
 
-    def _say_transformed(self) -> bool:
+    def _warn_transformed(self) -> bool:
         """Warn that nothing is planned under a transform; whether one is active."""
         if not self.in_dry_run:
-            self.say_once(
+            self.warn_once(
                 "transform",
                 f"{self.name or 'the model'} runs without the plan in torch.func's transforms (grad, vmap, jvp) and "
                 "under forward-mode AD: they keep what plain autograd keeps, and the budget does not count it",
@@ -276,7 +276,7 @@ class PlannedForward:
 
     def _run_copy(self, copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.retired:
-            self.say_once(
+            self.warn_once(
                 "copy",
                 f"a shallow copy of {self.name or 'the model'} (copy.copy, nn.DataParallel) runs without the plan, "
                 "which belongs to the original; make copies first, and plan each of them",
@@ -316,7 +316,7 @@ class PlannedForward:
         self.plans[self.recordings.number] = self.plan = plan
         self.recordings.take_plan(self.recordings.number, plan)
 
-    def say_once(self, key: str, text: str) -> None:
+    def warn_once(self, key: str, text: str) -> None:
         """Warn, once per plan."""
         said = (self.outer or self).said
         if key not in said and not self.quiet:
@@ -334,7 +334,7 @@ class PlannedForward:
     def _begin_watched_call(self) -> None:
         self._begin_call()
         if self.outer is not None and vars(self.outer.module).get("forward") is not self.outer:
-            self.say_once(
+            self.warn_once(
                 "root",
                 "the model got another forward after planning: its blocks run as planned, and what is around them "
                 "as plain autograd keeps it, unless that forward calls the one before. Plan again to have all planned",
@@ -491,11 +491,11 @@ class PlannedForward:
         """Whether the plan is of a training loop, which it makes assumptions about."""
         return (self.outer or self).assumptions is not None
 
-    def say_changed(self) -> None:
+    def warn_changed(self) -> None:
         """Warn of other ops than planned, once, if there is a budget that they may exceed."""
         assumptions = (self.outer or self).assumptions
         if assumptions is not None and not assumptions.is_larger:
-            self.say_once(
+            self.warn_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
                 "another setting or argument, padding): the budget may not hold. To have it held: call "

@@ -49,7 +49,7 @@ class SlotAction:
     view: TensorRef | None = None  # the slot's view of the unpacked value; None if they are equal
     fill: int | None = None  # number of the box that this slot fills
     cast: str = ""  # name of the parameter that autocast has cast to it
-    hollow: bool = False  # never written: uninitialized bits, which cannot be compared
+    unwritten: bool = False  # never written: uninitialized bits, which cannot be compared
     closure: int = 0  # number of ``boxes`` among the different ones of the recipe
     cell: int | None = None  # index of its buffer in a frame's tables, if this slot leaves the buffer's witness
 
@@ -323,7 +323,7 @@ def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
         action.closure = recipe.closures.index(action.boxes)
     recipe.cells = {buffer: n for n, buffer in enumerate(recipe.counts)}
     for index, slot in enumerate(recipe.slots):
-        if slot.kind in AWAY and not slot.hollow and (cell := recipe.cells[slot.ref.buffer]) not in recipe.witnessed:
+        if slot.kind in AWAY and not slot.unwritten and (cell := recipe.cells[slot.ref.buffer]) not in recipe.witnessed:
             slot.cell, recipe.witnessed[cell] = cell, index
 
 
@@ -343,7 +343,7 @@ def _slot_action(
     if buffer in recipe.makers:
         view = None if sources.get(buffer) == ref else ref
         boxes, cast = closures[recipe.makers[buffer]], trace.casts.get(buffer, "")
-        return SlotAction("drop", ref, boxes=boxes, view=view, cast=cast, hollow=buffer in trace.hollow)
+        return SlotAction("drop", ref, boxes=boxes, view=view, cast=cast, unwritten=buffer in trace.unwritten)
     if trace.program.buffers[buffer].source is Source.PARAMETER:
         return SlotAction("parameter", ref, parameter=trace.names[buffer])
     return SlotAction("keep", ref, fill=unfilled.pop(buffer, None))

@@ -61,12 +61,12 @@ MOST_ASIDE = 4  # inactive settings whose recordings are put aside
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of a trial: whether the forward may run ``again`` in backward, and if not, why."""
+    """Result of a trial: whether the forward may be rerun in backward, and if not, why."""
 
-    again: bool
+    rerun: bool
     why: str = ""
     written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
-    hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
+    unwritten: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
     interrupt: BaseException | None = None  # raised by the trial; the real run comes first
     known: Known = field(default_factory=dict)  # large containers that it reaches
 
@@ -115,8 +115,8 @@ class PlannedRegion(Protocol):
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None: ...
     def has_assumptions(self) -> bool: ...
     def forgotten(self, names: str) -> None: ...
-    def say_changed(self) -> None: ...
-    def say_once(self, key: str, text: str) -> None: ...
+    def warn_changed(self) -> None: ...
+    def warn_once(self, key: str, text: str) -> None: ...
 
 
 def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
@@ -311,7 +311,7 @@ class Recordings:
         varies, recipe = key[:2] in self._varies, prepared.recipe
         if recipe and leaves and not varies and reads_hold(recipe.trace, leaves) is False:
             self._varies.add(key[:2])
-            self.region.say_changed()  # this run keeps what follows the first other op
+            self.region.warn_changed()  # this run keeps what follows the first other op
             return
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
         if times > GIVE_UP_AFTER or (self.count and not prepared.checked):  # without a count, it was recorded elsewhere
@@ -389,16 +389,16 @@ class Recordings:
                 return self.give_up(key, trace.problem, told=False)
             inside = self.late_inside.get(trace.program.form(), frozenset())
             if self.late_inside and not inside:
-                return self.give_up(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER), told=False)
+                return self.give_up(key, WRITTEN_LATER, Verdict(rerun=False, why=WRITTEN_LATER), told=False)
             trace.anchor(self.late, inside)
             trace.anchor_reads(self.written)
             trace.anchor_detached(stepped_in_backward(self.module))
             self._acquit(key, trace)
             if not self._is_as_planned(trace.program):
-                self.region.say_changed()
+                self.region.warn_changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that stops the forward, a batch that was refused
-            verdict = Verdict(again=False, why=str(error))
+            verdict = Verdict(rerun=False, why=str(error))
         except UnsupportedModule:  # recording has changed state for good: later runs would not equal plain ones
             raise
         except (TraceError, ValueError) as error:
@@ -407,7 +407,7 @@ class Recordings:
             raise
         except BaseException as interrupt:  # this time only, too: see NOTE [ Interrupts ]
             why = f"its recording was left ({type(interrupt).__name__})"
-            verdict = Verdict(again=False, why=why, interrupt=interrupt)
+            verdict = Verdict(rerun=False, why=why, interrupt=interrupt)
         return Prepared(recipe=None, problem=verdict.why, checked=True, told=True, verdict=verdict)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> RegionTrace:

@@ -304,7 +304,7 @@ class Frame:
         _, slot, _, _, wrap = handle
         with self.lock:  # a graph on several devices runs its backward in several threads
             if self.keeps_graph:
-                function, after = self.code.function(self.state, slot, keeps=is_asked_again())
+                function, after = self.code.function(self.state, slot, keeps=is_unpacked_again())
             else:
                 function, after = self.state.next.get(slot) or self.code.function(self.state, slot, keeps=False)
             try:
@@ -351,7 +351,7 @@ class Frame:
             return StaleTensor(f"{error}; from the next step on this region runs without a recording")
         names = set() if name is None else {name}
         places = {(False, self.recipe.trace.inputs[buffer])} if name is None else set()
-        compute_less_again(self.region, str(error), names, places)
+        keep_more_after_error(self.region, str(error), names, places)
         return StaleTensor(f"{error}. From the next step on the plan keeps what is computed of it")
 
     def written(self) -> set[str]:
@@ -448,7 +448,7 @@ def unpack(packed: Any) -> Tensor:
     return frame.recompute(packed)
 
 
-def is_asked_again() -> bool:
+def is_unpacked_again() -> bool:
     """Whether the unpacking node will unpack a second time, for the half of its backward that this pass skips.
 
     A backward split in two, as zero-bubble pipelines do, first computes the gradients of inputs and keeps the graph; a
@@ -522,7 +522,7 @@ def regions_of(region: PlannedRegion) -> list[PlannedRegion]:
     return [one for one in found if getattr(one, "recordings", None) is not None]
 
 
-def compute_less_again(
+def keep_more_after_error(
     region: PlannedRegion, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()
 ) -> None:
     """Keep more after an error: this region's recomputation read something that was written to after its forward

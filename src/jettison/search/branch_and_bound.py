@@ -30,7 +30,7 @@ from jettison.core.objects import OnDemand
 from jettison.core.progress import Progress
 from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
-from jettison.search.evaluate import Bench, Evaluated, Task
+from jettison.search.evaluate import Evaluated, Evaluator, Task
 from jettison.search.space import SearchCandidate, Setup, Space, setup_run
 from jettison.spec.device_allowance import FitBudget, Limit, available_to
 from jettison.spec.hardware import Hardware
@@ -64,7 +64,7 @@ class Hunt:
 
     space: Space
     room: MemoryLimit
-    bench: Bench
+    evaluator: Evaluator
     say: Progress
     top: int = 1
     reach: float | None = None
@@ -75,7 +75,7 @@ class Hunt:
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Evaluated] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
-    _lacks: Evaluated | None = None  # the closest of those that do not fit
+    _closest: Evaluated | None = None  # the closest of those that do not fit
     _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, is it `planner_bounds`'?
 
     @property
@@ -92,7 +92,7 @@ class Hunt:
         """Evaluate every named plan that matters. Raise `UsageError` if the space is empty."""
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
-        rough = enumerate(self.bench.rough(self.space.setups))
+        rough = enumerate(self.evaluator.rough(self.space.setups))
         self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limits[number]]
         self._rough.sort(reverse=True)
         while self._heap or self._rough:
@@ -113,9 +113,8 @@ class Hunt:
             if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
         )
         for at in range(0, len(pairs), PLANNER_BOUNDS):
-            chunk = [
-                pair for pair in pairs[at : at + PLANNER_BOUNDS] if self._lacks is None or pair[0] < self._lacks.lacks
-            ]
+            most = self._closest.over_bytes if self._closest is not None else float("inf")
+            chunk = [pair for pair in pairs[at : at + PLANNER_BOUNDS] if pair[0] < most]
             if not chunk:
                 break
             asked = [(setup, number, self._all_plans(setup)[number]) for _, setup, number in chunk]
@@ -123,8 +122,8 @@ class Hunt:
                 [((setup, n), Task(candidate=self._candidate(setup, plan), limit_bytes=0)) for setup, n, plan in asked]
             ):
                 self._take(found)
-        assert self._lacks is not None
-        return self._lacks
+        assert self._closest is not None
+        return self._closest
 
     # rounds -----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class Hunt:
             plain |= {node.setup} if node.plain else set()
             asked += wanted
         shown = "" if state.fastest == float("inf") else f", {state.fastest:.3g} s so far"
-        self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates{shown}")
+        self.say(f"{self.space.gpus} GPUs: {self.evaluator.evaluated:,} candidates{shown}")
         for found in self._worked_out(asked):
             if found.number[0] in plain:
                 self._after_plain(found)
@@ -163,7 +162,7 @@ class Hunt:
                 if state.matters(seconds, nbytes, ranks=True, named=True):
                     numbers.append(number)
             setups, depth = [self.space.setups[number] for number in numbers], self.space.template.model.depth
-            for number, setup, bounds in zip(numbers, setups, self.bench.bounds(setups), strict=True):
+            for number, setup, bounds in zip(numbers, setups, self.evaluator.bounds(setups), strict=True):
                 ((seconds, nbytes),) = bounds.least(setup, depth, (self.space.planner,))
                 if nbytes <= self._limits[number]:
                     self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
@@ -172,7 +171,7 @@ class Hunt:
         """Compute lower bounds of each plan of these setups."""
         missing = [number for number in numbers if number not in self.least]
         setups, depth = [self.space.setups[number] for number in missing], self.space.template.model.depth
-        for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups, self._modes), strict=True):
+        for number, setup, bounds in zip(missing, setups, self.evaluator.bounds(setups, self._modes), strict=True):
             self.least[number] = bounds.least(setup, depth, self._all_plans(number))
 
     @cached_property
@@ -268,10 +267,10 @@ class Hunt:
                 numbers.append(heapq.heappop(heap)[1])
             if not numbers:
                 break
-            self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates, the planner's among them")
+            self.say(f"{self.space.gpus} GPUs: {self.evaluator.evaluated:,} candidates, the planner's among them")
             setups, limits = [self.space.setups[n] for n in numbers], [self._limits[n] for n in numbers]
             if not refined:
-                least = self.bench.planner_bounds(setups, limits, self.space.planner)
+                least = self.evaluator.planner_bounds(setups, limits, self.space.planner)
                 for number, seconds in zip(numbers, least, strict=True):
                     if seconds is not None:
                         heapq.heappush(heap, (seconds, number, True))
@@ -282,7 +281,7 @@ class Hunt:
     # what was found ---------------------------------------------------------------------------------------------------
 
     def _worked_out(self, asked: Sequence[_Asked]) -> list[Evaluated]:
-        figures = self.bench.figures([task for _, task in asked])
+        figures = self.evaluator.figures([task for _, task in asked])
         return [
             Evaluated(
                 candidate=task.candidate,
@@ -296,9 +295,9 @@ class Hunt:
 
     def _take(self, found: Evaluated) -> None:
         if not found.fits:
-            lacks = self._lacks
-            if lacks is None or (found.lacks, found.number) < (lacks.lacks, lacks.number):
-                self._lacks = found
+            best = self._closest
+            if best is None or (found.over_bytes, found.number) < (best.over_bytes, best.number):
+                self._closest = found
             return
         best = self._best.get(found.number[0])
         if best is None or found.rank < best.rank:

@@ -99,7 +99,7 @@ class Workers(Generic[_Q]):
                 if source is not own:  # a key belongs to the process that begins it
                     self._homes |= {each: worker for i in chunk if (each := key(items[i])) in fresh}
                 asked: Any = (work, [items[i] for i in chunk])
-                running[self._pools[worker].submit(_several, asked)] = worker, chunk
+                running[self._pools[worker].submit(_run_chunk, asked)] = worker, chunk
 
         for _ in range(AHEAD):
             for worker in range(len(self._pools)):
@@ -140,7 +140,7 @@ def _start(question: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
 
 
-def _several(asked: tuple[Callable[[Any, _T], _R], list[_T]]) -> list[_R]:
+def _run_chunk(asked: tuple[Callable[[Any, _T], _R], list[_T]]) -> list[_R]:
     work, items = asked
     return [work(_question, item) for item in items]
 
@@ -239,7 +239,7 @@ class Evaluated:
         return self.figures.peak_bytes
 
     @property
-    def lacks(self) -> int:
+    def over_bytes(self) -> int:
         """Bytes above the limit of the device or of CPU memory; 0 or less if it fits."""
         of_host = 0 if self.host_limit_bytes is None else self.figures.host_bytes - self.host_limit_bytes
         return max(self.figures.peak_bytes - self.limit_bytes, of_host)
@@ -247,7 +247,7 @@ class Evaluated:
     @property
     def fits(self) -> bool:
         """Whether it is within its limits, and was timed."""
-        return self.lacks <= 0 and self.figures.seconds is not None
+        return self.over_bytes <= 0 and self.figures.seconds is not None
 
     @property
     def seconds(self) -> Seconds:
@@ -357,7 +357,7 @@ class Task:
 _Key = tuple[object, ...]
 
 
-class Bench:
+class Evaluator:
     """Evaluates candidates; several threads may use it at once.
 
     Args:
@@ -379,7 +379,7 @@ class Bench:
         self._seldom = seldom_collected()
         self._lock = Lock()  # guards results, journal and pool
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Evaluator:
         self._seldom.__enter__()
         return self
 
@@ -392,7 +392,7 @@ class Bench:
         """Return rough lower bounds of seconds and bytes of any plan of each setup: cheap, and below the sharp ones."""
         if self.jobs > 1 and len(setups) >= CERTAIN:
             self._workers()  # they import while this process prepares the work
-        self._once(self._whole, _whole, dict(zip(map(_signature, setups), setups, strict=True)), key=_signature)
+        self._add_missing(self._whole, _whole, dict(zip(map(_signature, setups), setups, strict=True)), key=_signature)
         seconds = (one.micro_batches * self._whole[_signature(one)] / one.layout.pp for one in setups)
         return list(zip(seconds, (self._static(one.layout) // one.layout.pp for one in setups), strict=True))
 
@@ -413,10 +413,10 @@ class Bench:
             for lay in (setup.layout,)
         ]
         alike = {key: (setup, modes) for key, setup in zip(keys, setups, strict=True)}
-        self._once(self._bounds, _bound, alike, key=lambda one: _signature(one[0]))
+        self._add_missing(self._bounds, _bound, alike, key=lambda one: _signature(one[0]))
         return [self._bounds[key] for key in keys]
 
-    def _once(
+    def _add_missing(
         self,
         known: dict[_Key, _R],
         work: Callable[[SearchQuestion, _T], _R],

@@ -22,7 +22,7 @@ from jettison.core.units import format_bytes
 from jettison.request.options import CommonRequest, RunRequest
 from jettison.request.resolve import flag_of, resolve, word
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
-from jettison.search.evaluate import Bench, Evaluated, Journal, SearchQuestion
+from jettison.search.evaluate import Evaluated, Evaluator, Journal, SearchQuestion
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
@@ -340,8 +340,8 @@ class NothingFits(JettisonError, ValueError):
         """
         super().__init__(
             f"none of {candidates:,} candidates fits; the closest, {closest.candidate.flags}, lacks "
-            f"{format_bytes(closest.lacks)} ({closest.lacks}B): it needs {format_bytes(closest.needed_bytes)} of "
-            f"{format_bytes(closest.limit_bytes)}. {advice}"
+            f"{format_bytes(closest.over_bytes)} ({closest.over_bytes}B): it needs "
+            f"{format_bytes(closest.needed_bytes)} of {format_bytes(closest.limit_bytes)}. {advice}"
         )
         self.closest, self.template, self.budget_bytes = closest, template, budget_bytes
 
@@ -443,16 +443,18 @@ def search(
         raise UsageError(f"got --margin {margin:g}; expected 0 (expected allowance) to 1 (upper bound)")
     room = MemoryLimit(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
     question = SearchQuestion(template=space.template, hardware=hardware)
-    with ThreadPoolExecutor(1) as background, Bench(question, jobs=jobs, journal=journal) as bench:
-        hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
+    with ThreadPoolExecutor(1) as background, Evaluator(question, jobs=jobs, journal=journal) as evaluator:
+        hunt = Hunt(space=space, room=room, evaluator=evaluator, top=top, reach=REACH, say=progress)
         hunt.find_named()
         # planners' candidates often wait for one another: meanwhile workers evaluate more devices
-        begun = background.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
+        begun = background.submit(_more_gpus, space, room, evaluator, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
         closest, strict = None, room
         if not hunt.ranked:
             closest, room = hunt.closest(), replace(room, may=True)
-            hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress, least=hunt.least)
+            hunt = Hunt(
+                space=space, room=room, evaluator=evaluator, top=top, reach=REACH, say=progress, least=hunt.least
+            )
             hunt.run()
         if closest is not None and not hunt.ranked:
             raise NothingFits(
@@ -465,10 +467,10 @@ def search(
         ranked, fastest = by_slack(hunt.ranked[:top]), hunt.ranked[0]
         progress("with more memory")
         roomier = replace(room, scale=MORE_MEMORY)
-        larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=fastest, least=hunt.least)
+        larger = Hunt(space=space, room=roomier, evaluator=evaluator, say=progress, known=fastest, least=hunt.least)
         larger.run()
         progress("with more GPUs")
-        more_gpus = _more_gpus(space, strict, bench, progress) if begun is None else begun.result()
+        more_gpus = _more_gpus(space, strict, evaluator, progress) if begun is None else begun.result()
         return SearchAnswer(
             space=space,
             ranked=_against(strict, space, ranked),
@@ -476,7 +478,7 @@ def search(
             plain=_against(strict, space, [hunt.plain(ranked[0].number[0])])[0],
             more_memory=WithMore(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
             more_gpus=more_gpus,
-            evaluated=bench.evaluated,
+            evaluated=evaluator.evaluated,
             margin=margin,
             budget_bytes=budget_bytes,
             closest=closest,
@@ -501,11 +503,11 @@ def by_slack(ranked: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
     return (*alike, *(by_slack(rest) if rest else ()))
 
 
-def _more_gpus(space: Space, room: MemoryLimit, bench: Bench, progress: Progress) -> WithMore | str:
+def _more_gpus(space: Space, room: MemoryLimit, evaluator: Evaluator, progress: Progress) -> WithMore | str:
     """Return the fastest candidate of the first multiple of devices that fits, or the reason why there is none."""
     why = "nothing fits"
     for times in MORE_GPUS:
-        hunt = Hunt(space=replace(space, gpus=times * space.gpus), room=room, bench=bench, say=progress)
+        hunt = Hunt(space=replace(space, gpus=times * space.gpus), room=room, evaluator=evaluator, say=progress)
         try:
             hunt.run()
         except UsageError as error:  # nothing divides, or the hardware file has no network

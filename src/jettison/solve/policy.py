@@ -520,7 +520,9 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
             first = min(core, default=0)
             return _where(program, lambda op: op.path in up or (op.path == "attention" and op.index < first))
         case "mtp":  # NOTE [ Multi-token prediction ] in `formula.region`
-            return _where(program, lambda op: op.path not in ("norm", "mtp") and not _joins_depths(program, op))
+            last = program.ops[-1]  # joins hidden states of all depths
+            depths = last.index if last.name.startswith("aten.cat") else None
+            return _where(program, lambda op: op.path not in ("norm", "mtp") and op.index != depths)
         case "mlp" | "moe":
             return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()
         case "shared_experts":
@@ -594,10 +596,6 @@ def _core(program: Program) -> frozenset[int]:
 
 def is_mtp(program: Program) -> bool:
     return any(op.path == "eh_proj" for op in program.ops)
-
-
-def _joins_depths(program: Program, op: Op) -> bool:
-    return op.index == len(program.ops) - 1 and op.name.startswith("aten.cat")
 
 
 def _own_norms(program: Program) -> tuple[str, ...]:

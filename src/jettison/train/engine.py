@@ -191,7 +191,7 @@ def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @contextmanager
-def undisturbed(engine: Engine) -> Iterator[None]:
+def evaluation_mode(engine: Engine) -> Iterator[None]:
     """Run in inference mode without gradients, and restore modes, buffers and random generators afterwards."""
     evaluating = ((vars(module), "training", False) for part in engine.parts for module in part.modules())
     buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
@@ -267,7 +267,7 @@ def evaluate(
     losses: dict[int, float] = {}
     first = data_rank * accumulation
     of_a_batch = accumulation * (found.batches.global_batch // (found.batches.micro_batch * accumulation))
-    with undisturbed(engine):
+    with evaluation_mode(engine):
         for number in range(found.count):
             micros = range(first, first + accumulation)
             own = engine.evaluate(found.batches.share(number, micros, world.device, "eval"))
@@ -318,7 +318,7 @@ class LoopStep:
     def last(self) -> Sequence[torch.optim.Optimizer]:
         return (self.optimizer,)
 
-    def around(self, trace: ModelTrace) -> AbstractContextManager[None]:
+    def context(self, trace: ModelTrace) -> AbstractContextManager[None]:
         return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
@@ -358,7 +358,7 @@ class LoopStep:
         self.optimizer.zero_grad(set_to_none=not self._buckets)
         engine = next(iter(self._engines.values()))
         counter.reset_peak()
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), undisturbed(engine):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), evaluation_mode(engine):
             engine.evaluate([MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(self._micro_batches)])
         return counter.peak_bytes + left * engine.micro_batch_bytes()
 

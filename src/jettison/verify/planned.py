@@ -339,7 +339,7 @@ def every_value() -> Iterator[UnpackedValues]:
     def packing(frame: Any, tensor: Tensor) -> Any:
         frame.how, frame.sees = Check.OFF, False
         packed = pack(frame, tensor)
-        if len(packed) != HELD and not packed[1].hollow:
+        if len(packed) != HELD and not packed[1].unwritten:
             kept[id(packed)] = _Kept(handle=packed, tensor=plain(tensor).detach().clone(), position=len(kept))
         return packed
 
