@@ -682,6 +682,9 @@ def test_arguments_of_older_versions(read: Any) -> None:
     old = {"activations-checkpoint-method": "uniform", "DDP-impl": "local", "data-impl": "mmap"}
     assert read(old).request.recompute == "full"
     assert read({"checkpoint-activations": True}).request.recompute == "full"
+    assert read({"checkpoint-activations": True, "checkpoint-num-layers": 2}).request.recompute == "every:2"
+    with pytest.raises(UsageError, match="checkpoints sharded over ranks"):
+        read({"distribute-checkpointed-activations": True})
     for key, impl, attention in (
         ("lr", None, "flash"),
         ("data-impl", None, "eager"),

@@ -108,6 +108,11 @@ def test_what_a_key_becomes(read: Any, old: str, new: str, field: str, value: An
     [
         ("hidden_act: silu", "moe_config: {num_experts: 8}", r"moe_config\.num_experts = 8 \(experts of nanotron"),
         ("hidden_act: silu", "sliding_window_size: 64", "windows of nanotron"),
+        (
+            "    hidden_size: 256\n",
+            "    vision_config: {hidden_size: 64}\n",
+            r"vision_config\.hidden_size = 64 \(images",
+        ),
         ("is_llama_config", "is_llamoe_config", r"is_llamoe_config = true \(experts"),
         ("dtype: bfloat16", "dtype: float8", r"model\.dtype = float8 \(expected bfloat16 or float32\)"),
         ("dp: 4,", "dp: 4, warp: 9,", r"parallelism\.warp = 9 \(unknown key\)"),

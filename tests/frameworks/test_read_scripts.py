@@ -515,20 +515,65 @@ trainer.train()
     (tmp_path / "old.py").write_text(text.replace("LENGTH", "max_seq_length=512"))
     old = read_run(tmp_path / "old.py", gpus=2).request
     assert (old.kbit_upcast, old.precision, old.base) == (upcast, "bf16-autocast", "nf4-double")
+    assert old.optimizer == "adamw-foreach"  # of transformers before 4.54
     (tmp_path / "new.py").write_text(text.replace("LENGTH, ", ""))
     new = read_run(tmp_path / "new.py", gpus=2)
     assert (new.request.kbit_upcast, new.request.precision) == (None, "bf16-pure")
     assert any("TRL before 0.27" in note for note in new.notes)
 
 
-def test_a_loop_of_a_scripts_own_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
+def test_paths_of_a_script_are_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "gpt2").mkdir()
+    sizes = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 512}
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(sizes))
+    for head, name in (
+        ("import os\nROOT = os.path.dirname(os.path.abspath(__file__))\n", 'os.path.join(ROOT, "gpt2")'),
+        ("from pathlib import Path\nROOT = Path(__file__).resolve().parent\n", 'str(ROOT / "gpt2")'),
+    ):
+        found = read_run(script(tmp_path, head + TRAINER, "train.py", ('"gpt2"', name)))
+        assert found.spec().depth == 3
+
+
+def test_a_training_in_a_branch(tmp_path: Path) -> None:
+    """What surely runs if the training does is known; what its other branch calls is none of it."""
+    args = "TrainingArguments('out', per_device_train_batch_size={}, bf16=True)"
+    (tmp_path / "train.py").write_text(
+        f"""
+import sys
+def first():
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
+    def cut(row):
+        return tokenizer(row["text"], max_length=256)
+    rows = data.map(cut)
+    args = {args.format(3)}
+    Trainer(model, args, train_dataset=rows).train()
+def second():
+    model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    other = {args.format(5)}
+    Trainer(model, other, peft_config=LoraConfig(r=8, target_modules=["c_attn"])).train()
+if sys.argv[1] == "first":
+    first()
+else:
+    second()
+"""
+    )
+    one, other = (read_run(tmp_path / f"train.py:{name}").request for name in ("args", "other"))
+    assert (one.seq, one.micro_batch, one.lora, one.base) == (256, 3, None, None)
+    assert (other.seq, other.micro_batch, other.lora, other.base) == (None, 5, "r=8,targets=c_attn", "nf4")
+
+
+@pytest.mark.parametrize("more", ["", "parser = argparse.ArgumentParser()\n", "lora = LoraConfig(r=8)\n"])
+def test_a_loop_of_a_scripts_own_is_refused(tmp_path: Path, more: str) -> None:
+    (tmp_path / "train.py").write_text(
+        more
+        + """
 model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", torch_dtype="bfloat16")
 model.train()
 for batch in batches:
     model(**batch).loss.backward()
     optimizer.step()
-""")
+"""
+    )
     with pytest.raises(UsageError, match=r"not read: loop = true \(its loop is not read: give --micro-batch"):
         read_run(tmp_path / "train.py")
 

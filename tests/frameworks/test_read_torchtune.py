@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def written(tmp_path: Path, *changes: tuple[str, str], name: str = "run.yaml") -
     return file
 
 
+MODEL = "{_component_: torchtune.models.llama3_1.llama3_1_8b}"
 LORA = (
-    "{_component_: torchtune.models.llama3_1.llama3_1_8b}",
+    MODEL,
     "{_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj], "
     "apply_lora_to_mlp: true, lora_rank: 16, lora_alpha: 32, lora_dropout: 0.1}",
 )
@@ -70,6 +72,7 @@ LORA = (
         ((), {}),
         ((("compile: true", "compile: false"),), {"loss": "upcast"}),
         ((("fused: true", "fused: false"),), {"optimizer": "adamw-foreach"}),
+        ((("fused: true", "fused: true, foreach: false"),), {}),
         ((("torch.optim.AdamW", "bitsandbytes.optim.AdamW8bit"),), {"optimizer": "adam8bit"}),
         ((("torch.optim.AdamW, fused: true", "bitsandbytes.optim.PagedAdamW"),), {"offload_optimizer": "bitsandbytes"}),
         ((("dtype: bf16", "dtype: fp32"),), {"precision": "fp32"}),
@@ -112,9 +115,11 @@ def test_sizes_of_a_builder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "{_component_: torchtune.models.llama2.llama2, vocab_size: 32000, num_layers: 22, num_heads: 32, "
         "num_kv_heads: 4, embed_dim: 2048, intermediate_dim: 5632, max_seq_len: 2048, norm_eps: 1e-5}"
     )
-    file = written(tmp_path, ("{_component_: torchtune.models.llama3_1.llama3_1_8b}", sizes))
+    file = written(tmp_path, (MODEL, sizes))
     found = read_run(file, gpus=8)
     assert (found.spec().depth, found.spec().hidden, found.spec().vocab) == (22, 2048, 32000)
+    usual = read_run(written(tmp_path, (MODEL, sizes.replace(" intermediate_dim: 5632,", "")), name="b.yaml"), gpus=8)
+    assert replace(usual.spec(), name="run") == found.spec()  # two thirds of 4 * 2048, rounded up to 256
     assert run(["ledger", "--from", str(file), "--gpus", "8", "--format", "json", "--no-entries"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert run([*read.pop("from")["command"].split()[1:], "--format", "json", "--no-entries"]) == 0

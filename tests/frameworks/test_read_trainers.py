@@ -174,6 +174,8 @@ def test_batches_of_deepspeed_alone(write: Any, more: Mapping[str, int], micro: 
     config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **more}
     found = read_run(write(config, "ds.json"), model="gpt2", gpus=8).request
     assert (found.micro_batch, found.micro_batches) == (micro, micros)
+    sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    assert read_run(write(config | sizes, "ds.json"), model="gpt2").request.dp == 6  # its sizes imply the ranks
 
 
 @pytest.mark.parametrize(
@@ -653,6 +655,8 @@ def test_llamafactory_field_by_field(write: Any) -> None:
     }
     packed = read_run(write(FACTORY, quantization_bit=4, lora_target="q_proj,v_proj", flash_attn="fa2")).request
     assert (packed.base, packed.lora, packed.attention) == ("nf4-double", "r=16,targets=q_proj+v_proj", "flash-attn")
+    half = read_run(write(FACTORY, bf16=False)).request  # the base has the checkpoint's 16 bits, without autocast, too
+    assert (half.precision, half.base, half.adapter_dtype) == ("bf16-pure", None, "fp32")
     full = {key: value for key, value in FACTORY.items() if key != "lora_rank"}
     found = read_run(write(full, finetuning_type="full", disable_gradient_checkpointing=True))
     assert (found.request.precision, found.request.recompute) == ("bf16-autocast", "none")
@@ -792,6 +796,7 @@ def test_a_file_is_the_command_that_it_prints(write: Any, values: Any, capsys: p
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
         ("mistralai/Mistral-7B-v0.9", None),
         ("google-bert/bert-base-uncased", "bert-base"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
         ("org/llama-3-18b", None),
         ("org/llama-3-8b-wide", None),
     ],

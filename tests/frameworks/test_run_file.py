@@ -192,6 +192,8 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
         ("USE=true\nif $USE; then N=1; else N=2; fi\npython t.py --a $N\n", {"a": "1"}),
         ("python t.py --a 1 | tee --append log\n", {"a": "1"}),
         ("python t.py --a $((10#08))\n", {"a": "$((10#08))"}),
+        ("cd x || exit 1\npython t.py --a 1\nexit 0\npython t.py --a 2 --b 3\n", {"a": "1"}),
+        ("[ -f x ] || exit 1\nif [ -f y ]; then A=1; else exit; fi\npython t.py --a 1\n", {"a": "1"}),
         (
             'A=" \\\n --a 1 \\\n"\n# --c 3 \\\nB="--b 2"\npython t.py $A $B\n',
             {"a": "1", "b": "2"},

@@ -141,9 +141,8 @@ def _nearest(model: str) -> list[str]:
     return [spelled[name] for name in dict.fromkeys([*within, *close])]
 
 
-_SAME_SIZES: Final = frozenset(
-    ("meta", "hf", "instruct", "chat", "it", "pt", "v0.1", "bf16", "fp16", "uncased", "4k", "1124", "thinking", "2507")
-)
+_TUNED: Final = ("instruct", "chat", "it", "pt", "thinking")
+_SAME_SIZES: Final = frozenset({*_TUNED, "meta", "hf", "v0.1", "v1.0", "bf16", "fp16", "uncased", "4k", "1124", "2507"})
 """Parts of a repository's name that do not affect sizes."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import posixpath
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,10 +42,15 @@ _BF16: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 _OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8, 0]}
 """Answers of any GPU with bf16."""
 _OVERRIDDEN: Final = ("compute_loss", "training_step", "create_optimizer")  # methods of a trainer
+_PATHS: Final[Mapping[str, Callable[..., str]]] = {
+    **dict.fromkeys(("path.join", "path.abspath", "path.realpath", "Path"), posixpath.join),
+    "path.dirname": lambda path: posixpath.dirname(path) or "..",
+}
 _HALVES: Final = ("bfloat16", "float16", "half")
 GIVEN: Final = "the file that is given with it"
 _CHANGES: Final = ("append", "extend", "insert", "pop", "remove", "setdefault", "update")
 _Table = dict[str, Any]
+_Branch = tuple[tuple[int, bool], ...]
 _Load = Callable[[str], Any]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -85,6 +91,7 @@ def python_values(text: str, name: str | None, notes: str, load: _Load) -> tuple
     if not module.script:
         return module.values(name), False
     calls, found = module.training(name), dict[str, Any]()
+    sure = {id(call) for call in calls if call.branch == module.chosen[: len(call.branch)]}
     for call in calls:
         for key, value in call.given.items():
             made = value[""] if _called(value) else ""  # an object, whose arguments are keys of their own
@@ -93,14 +100,16 @@ def python_values(text: str, name: str | None, notes: str, load: _Load) -> tuple
             elif key:
                 text = f"{made}(...)" if made else str(value)
                 alike = [one for one in calls if one.name == call.name and one.given.get(key) == value]
-                unsure = not call.certain and len(alike) < 2  # in a branch, unless another one says the same
+                unsure = id(call) not in sure and len(alike) < 2  # in a branch, unless another one says the same
                 known = (
                     UnknownValue(text, getattr(value, "line", call.line)) if made or unsure or _open(value) else value
                 )
                 before = found.setdefault(f"{call.name}().{key}", known)
                 if before != known:
                     found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
-    found |= {f"${one.name}": f"line {one.line}" if one.certain else UnknownValue(one.name, one.line) for one in calls}
+    found |= {
+        f"${one.name}": f"line {one.line}" if id(one) in sure else UnknownValue(one.name, one.line) for one in calls
+    }
     said = [f"{file}, which the script parses, is read too" for file in module.loaded]
     if module.used:
         used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
@@ -146,13 +155,14 @@ def _only(known: Collection[str], where: Mapping[str, str] = MappingProxyType({}
 
 @dataclass(frozen=True, kw_only=True)
 class _ScriptCall:
-    """One call. ``bound``: the variable that holds it. ``stage``: trainings before. ``certain``: it surely runs."""
+    """One call. ``bound``: the variable that holds it. ``stage``: trainings before. ``branch``: what it is in of
+    statements that may not run, each with its block."""
 
     name: str
     line: int
     bound: str = ""
     stage: int = 0
-    certain: bool = True
+    branch: _Branch = ()
     given: Mapping[str, Any]
 
 
@@ -181,9 +191,10 @@ class _Module:
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 into = self.modules if isinstance(node, ast.Import) else self.members
                 into |= {one.asname or one.name.partition(".")[0]: one.name for one in node.names}
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {"__file__": "./script.py"}  # other files are looked up from its folder
         self.steps = self.depth = self.stage = 0
-        self.certain = True
+        self.branch: _Branch = ()
+        self.chosen: _Branch = ()
         self.calls: list[_ScriptCall] = []
         self.options: dict[str, Any] = {}
         self.used: dict[str, Any] = {}
@@ -238,8 +249,11 @@ class _Module:
         first = [call for call in self.calls if call is one or call.given is one.given.get("args")]
         last = {call.name: call.stage for call in self.calls if call.stage <= one.stage}
         last |= {call.name: -1 for call in first}
+        self.chosen = one.branch
+        other = {(at, not body) for at, body in one.branch}  # blocks that do not run if the training does
         gone = {id(given) for call in several.values() for given in (call.given, call.given.get("args"))}
-        rest = [call for call in self.calls if last.get(call.name) == call.stage and id(call.given) not in gone]
+        calls = [call for call in self.calls if other.isdisjoint(call.branch) and id(call.given) not in gone]
+        rest = [call for call in calls if last.get(call.name) == call.stage]
         return [*first, *rest]
 
     # statements -------------------------------------------------------------------------------------------------------
@@ -329,9 +343,10 @@ class _Module:
                     for key in ("body", "handlers", "orelse", "finalbody"):
                         for block in getattr(node, key, ()):
                             inside = block.body if isinstance(block, ast.ExceptHandler) else [block]
-                            outer, self.certain = self.certain, self.certain and runs
+                            outer, place = self.branch, (node.lineno, key == "body")
+                            self.branch = outer if runs else (*outer, place)
                             found = self._follow(inside, local, unread, stored if sure else often)
-                            self.certain = outer
+                            self.branch = outer
                             if found is not None and runs:
                                 return found
                 case _:
@@ -347,19 +362,20 @@ class _Module:
 
     def _reached(self, node: ast.AST, local: dict[str, Any], name: str = "") -> None:
         """Record the calls in an expression; of a conditional one those of the branch that runs, or uncertain ones."""
-        parts, outer = [*ast.iter_child_nodes(node)], self.certain
+        parts, outer = [*ast.iter_child_nodes(node)], self.branch
         if isinstance(node, ast.IfExp):
             self._reached(node.test, local)
             tested = self.value(node.test, local)
-            self.certain &= not (_open(tested) or _called(tested))
+            known = not (_open(tested) or _called(tested))
+            self.branch = outer if known else (*outer, (-node.lineno, True))
             taken, other = (node.body, node.orelse) if tested else (node.orelse, node.body)
-            parts = [taken] if self.certain is outer else [taken, other]
-            self.loads.subtract(_loaded([other] if self.certain is outer else []))
+            parts = [taken] if known else [taken, other]
+            self.loads.subtract(_loaded([other] if known else []))
         elif isinstance(node, ast.Call):
             self._call(node, local, name)
         for part in parts:
             self._reached(part, local)
-        self.certain = outer
+        self.branch = outer
 
     def _set(self, target: ast.Attribute, value: Any, local: dict[str, Any]) -> bool:
         """Set an attribute of a table; False if the object is no table. Of a script only arguments are set."""
@@ -416,10 +432,15 @@ class _Module:
                 table = self._known(owner, local)
                 if isinstance(table, dict) and name in table:
                     return table[name]
+                if name == "parent" and isinstance(table, str) and not _open(table):
+                    return _PATHS["path.dirname"](table)
+            case ast.BinOp(left=left, op=ast.Div(), right=right) if isinstance(self.value(left, local), str):
+                return posixpath.join(self._sure(left, local), str(self._sure(right, local)))
             case ast.Subscript(value=owner, slice=place):
                 several, key = self._sure(owner, local), self._sure(place, local)
-                with suppress(KeyError, IndexError, TypeError):
-                    return several[str(key) if isinstance(several, dict) else key]
+                if isinstance(several, dict | list):  # not the text that stands for sys.argv
+                    with suppress(KeyError, IndexError, TypeError):
+                        return several[str(key)] if isinstance(several, dict) else several[key]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._sure(operand, local, number=True)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -475,8 +496,15 @@ class _Module:
             table = self.value(node.func.value, local)
             if isinstance(table, dict) and not _called(table):
                 return table.get(str(given[0]), given[1] if len(given) > 1 else None)
+        for one in (*node.args, *(keyword.value for keyword in node.keywords)):
+            if isinstance(one, ast.Name) and one.id in self.functions:  # which the call calls
+                self.call(one.id, [], {})
         if last in _OF_THE_GPU:
             return _OF_THE_GPU[last]
+        if name in _PATHS and given and not any(_open(one) or _called(one) for one in given):
+            return _PATHS[name](*map(str, given))
+        if last in ("resolve", "absolute") and isinstance(node.func, ast.Attribute):
+            return self.value(node.func.value, local)
         if name in ("environ.get", "getenv") and len(given) > 1:
             self.used[str(given[0])] = given[1]
             return given[1]
@@ -500,7 +528,7 @@ class _Module:
         keys = [*places[: len(given)], *map(str, range(len(places), len(given)))]
         found = {"": name, **dict(zip(keys, given, strict=True)), **named}
         self.calls.append(
-            _ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, certain=self.certain, given=found)
+            _ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, branch=self.branch, given=found)
         )
         owner = local.get(first, self.names.get(first, ""))
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")

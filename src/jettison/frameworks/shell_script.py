@@ -164,6 +164,9 @@ class _Script:
         while at < len(pieces):
             words, _ = pieces[at]
             first, _, rest = words.strip().partition(" ")
+            sure = not self._blocks and not self._depth and (not at or pieces[at - 1][1] not in ("&&", "||"))
+            if first == "exit" and sure:
+                return
             if (function := _FUNCTION.match(words)) and self._runs():
                 at = self._function(function, pieces, at)
             elif first in ("if", "elif", "while", "until"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import offloads, pipeline, replicas, zero_buckets
 
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 def read(keys: Keys, prefix: str = "") -> None:
     """Read the file alone, or under a prefix with a Trainer's file, whose bf16 replaces "auto"."""
@@ -20,6 +22,9 @@ def read(keys: Keys, prefix: str = "") -> None:
             keys.note('its precision is "auto", set by a Trainer: bf16 is counted')
         elif keys.field("precision") is None:
             keys.give("precision", "fp32")
+        whole, each, steps = (keys.whole(name) for name in _SIZES)
+        if keys.gpus is None and whole and each and steps and not whole % (each * steps):
+            keys.gpus = whole // (each * steps)
         pipeline(keys)
         if keys.field("recompute") is None:
             keys.note("a script has the checkpoints: give --recompute")

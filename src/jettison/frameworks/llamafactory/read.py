@@ -38,13 +38,13 @@ def read(keys: Keys) -> None:
     trainer.reentrant(keys, default=keys.on("use_reentrant_gc", True))
     trainer.optimizer(keys, "optim", "adamw")
     mixed = trainer.half(keys)
-    # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others are loaded
-    # in the compute dtype (``model/patcher.py``, ``patch_config``)
+    # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others have the
+    # checkpoint's 16 bits, with or without autocast (``model/loader.py``, ``load_model``)
     pure = keys.on("pure_bf16")
     if pure and keys.field("lora"):
         keys.give("precision", "bf16-pure", "pure_bf16")
     else:
-        trainer.precision(keys, weights="bf16" if pure or (keys.field("lora") and mixed) else "fp32", mixed=mixed)
+        trainer.precision(keys, weights="bf16" if pure or keys.field("lora") else "fp32", mixed=mixed)
     if not pure and keys.said("like") != "deepspeed" and keys.field("zero") != 3:
         why = "it casts them to fp32, and with the embedding all hidden states, which is not modelled: give pure_bf16"
         keys.refuse("lora_modules_to_save", why)

@@ -139,11 +139,8 @@ def _deepspeed(keys: Keys) -> None:
     else:
         keys.give("precision", "fp32")
     keys.give("loss", "vocab-parallel")
-    if keys.on("checkpoint_activations"):
-        each = keys.whole("checkpoint_num_layers", 1)
-        mode = "full" if each == 1 else f"every:{each}"
-        keys.give("recompute", mode, "checkpoint_activations", "checkpoint_num_layers")
-    elif keys.text("recompute_method") == "block" and not keys.on("no_pipeline_parallel"):
+    interval = keys.on("checkpoint_activations") or keys.on("no_pipeline_parallel")
+    if keys.text("recompute_method") == "block" and not interval:
         keys.give("recompute", "none", "recompute_method")  # ``megatron/model/gpt_model.py``: an interval of 0
     pipeline(keys, "deepspeed_config.")
 
@@ -513,13 +510,13 @@ def _aware(keys: Keys) -> None:
 
 
 def _recompute(keys: Keys) -> None:
-    granularity = keys.text("recompute_granularity")
-    method, number = keys.text("recompute_method"), keys.whole("recompute_num_layers", 1)
-    said = ["recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"]
+    granularity, method = keys.text("recompute_granularity"), keys.text("recompute_method")
+    number = keys.whole("recompute_num_layers", keys.whole("checkpoint_num_layers", 1))
+    said = [*keys.matching("recompute_[gna]*", "recompute_method", "checkpoint_num_layers")]
     if keys.has("activations_checkpoint_method"):  # its name until 2022
         granularity, method = "full", keys.text("activations_checkpoint_method")
         number = keys.whole("activations_checkpoint_num_layers", 1)
-        said = ["activations_checkpoint_method", "activations_checkpoint_num_layers"]
+        said = [*keys.matching("activations_checkpoint_*")]
     if granularity == "full":
         word = f"block:{number}" if method == "block" else f"every:{number}" if number and number > 1 else "full"
         keys.give("recompute", word, *said)

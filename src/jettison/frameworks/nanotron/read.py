@@ -39,7 +39,7 @@ def read(keys: Keys) -> None:
 
 def _model(keys: Keys) -> None:
     """Read the model's sizes; its code is ``models/llama.py``, which is modelled, or ``models/qwen.py``."""
-    names = list(keys.matching(f"{_CONFIG}*"))
+    names = [name for name in keys.matching(f"{_CONFIG}*") if "vision" not in name]
     if keys.asked_model is not None or not keys.has(f"{_CONFIG}hidden_size"):
         keys.read(*names)
         return

@@ -21,10 +21,11 @@ def read(keys: Keys) -> None:
     _loss(keys)
     if "optimizer" not in keys.asked and keys.field("optimizer") is None:
         alone = keys.on("optimizer_in_bwd") or keys.field("offload_optimizer") is not None
+        alone = alone or not keys.on("optimizer.foreach", True)
         if alone and not keys.on("optimizer.fused"):
             keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
         fused = alone or keys.on("optimizer.fused")
-        keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.fused", "optimizer._component_")
+        keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.fused", "optimizer.foreach")
     if keys.on("enable_fp8_training"):
         recipe = keys.get("fp8_recipe_name")
         keys.give("fp8_recipe", str(recipe or "tensorwise"), "fp8_recipe_name", "enable_fp8_training")
@@ -46,6 +47,9 @@ def _model(keys: Keys) -> str:
     if sizes is None and "hidden_size" in given:
         sizes = table["builders"].get(plain)
     if sizes is not None:
+        width = given.get("hidden_size")
+        if isinstance(width, int) and "intermediate_size" not in {**sizes, **given}:  # ``scale_hidden_dim_for_mlp``
+            given["intermediate_size"] = -(-4 * (2 * width // 3) // 256) * 256
         keys.take_model({**sizes, **given}, key)
     else:
         keys.notes.append(f"the sizes of torchtune's {builder or 'model'} are unknown; give the model by name")

@@ -55,7 +55,9 @@ def read(keys: Keys) -> None:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if older:  # ``SFTConfig`` before 0.20; bf16 is the default since 0.19, gradient_checkpointing since 0.22
         keys.give("loss", keys.field("loss", "upcast"))
-        keys.note("max_seq_length means TRL before 0.20: all logits, bf16 and gradient_checkpointing off by default")
+        keys.note(
+            "max_seq_length means TRL before 0.20: all logits, foreach AdamW, bf16 and checkpoints off by default"
+        )
     elif trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
@@ -70,7 +72,7 @@ def read(keys: Keys) -> None:
             "from_pretrained does since transformers 5"
         )
     trainer.reentrant(keys)
-    trainer.optimizer(keys, "optim", "adamw")
+    trainer.optimizer(keys, "optim", "adamw-foreach" if older else "adamw")
     trainer.precision(keys, weights=weights, mixed=mixed)
     trainer.replicas(keys)
 
@@ -132,7 +134,7 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
     for call in keys.matching("$*.gradient_checkpointing_enable", *prepares):
         if not keys.on("gradient_checkpointing", checkpoints):
             keys.values["gradient_checkpointing"] = keys.values[call]
-    if not keys.some("$*Trainer", "$*TrainingArguments", "$*Config", "$*Parser"):
+    if not keys.some("$*Trainer", "$*TrainingArguments", "$*[FP][TO]Config", "$HfArgumentParser", "$TrlParser"):
         keys.refuse("$loop", "its loop is not read: give --micro-batch, --optimizer, --recompute", implied=True)
     if keys.some("$*ForSequenceClassification.*", "$*ForTokenClassification.*"):
         keys.values.setdefault("model.num_labels", 2)
