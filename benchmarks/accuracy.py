@@ -62,6 +62,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_throughput.csv": "throughput of benchmarks and issues, November 2026",
     ROOT / "tests" / "facts" / "blind_trainers.csv": "throughput of trainers and rented GPUs, November 2026",
     ROOT / "tests" / "facts" / "blind_machines.csv": "throughput of twelve more publishers, November 2026",
+    ROOT / "tests" / "facts" / "blind_stacks.csv": "throughput of eleven projects, November 2026",
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
     ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
     ROOT / "tests" / "facts" / "blind_logs.csv": "memory in logs, notebooks and issues, November 2026",

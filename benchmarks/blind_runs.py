@@ -1,12 +1,12 @@
-"""Published runs that were all predicted before an answer was looked into: eleven rounds.
+"""Published runs that were all predicted before an answer was looked into: twelve rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
 `blind_logs.csv` (memory in logs, notebooks and issues), `blind_reports.csv` (memory in reports and notes),
-`blind_speeds.csv` (throughput of READMEs),
-`blind_throughput.csv` (throughput of benchmarks and issues), `blind_trainers.csv` (throughput of trainers and of one
-file on thirteen GPUs) and `blind_machines.csv` (throughput of twelve more publishers): each row was written down with
-its source and the command that somebody would type from it, then all were asked in one go (``blind``).
+`blind_speeds.csv` (throughput of READMEs), `blind_throughput.csv` (throughput of benchmarks and issues),
+`blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs), `blind_machines.csv` (throughput of
+twelve more publishers) and `blind_stacks.csv` (throughput of eleven projects): each row was written down with its
+source and the command that somebody would type from it, then all were asked in one go (``blind``).
 ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
