@@ -188,6 +188,29 @@ def test_packed_matrices_are_unpacked_in_both_passes() -> None:
     assert len(back) == 7
 
 
+def test_numbers_of_four_bits_are_unpacked_as_quickly_as_timed_on_a_t4() -> None:
+    """4.57 ms for three MLPs (byi8220/unsloth-puzzles 5b4fb6a, Problem1), at 0.4 of its bandwidth; compiled or not."""
+    run = run_of("llama3-8b", base="nf4", lora="r=8", seq=1024, input_gradients=True)
+    region = layer_region(run.signature, run.model.layers[0])
+    for fusion in (Fusion.NONE, Fusion.COMPILED):
+        listed = work(region, Execution(fusion=fusion), "float32", None)
+        steps = region.tape.steps
+        kernels = [k for k in listed.forward if steps[k.steps[0]].name == "dequantise.nf4"]
+        ahead = {k.nbytes for k in kernels}
+        kernels += [k for k in listed.backward if k.gemm is None and k.nbytes in ahead]
+        seconds = sum(kernel_seconds(k, hardware("t4-16gb"), visible=1.0, dtype="float16") for k in kernels)
+        numbers = 2 * sum(w.numel for s in steps for w in s.weights if w.packed_bytes)
+        mlps = 3 * (2048 * 8192 + 1024 * 4096 + 4096 * 14336)
+        assert seconds / numbers * mlps == pytest.approx(4.57e-3, rel=0.03)
+
+
+def test_bf16_runs_at_the_rate_of_fp32_without_tensor_cores_that_take_it() -> None:
+    for name in ("v100-16gb", "v100-32gb", "t4-16gb", "rtx2080ti-11gb"):
+        old = hardware(name)
+        assert rate(old, "bfloat16") == rate(old, "float32") < rate(old, "float16") / 3
+    assert rate(A100, "float16") == rate(A100, "bfloat16") > rate(A100, "float32")
+
+
 sizes = st.integers(1, 300).map(lambda n: 32 * n)
 
 

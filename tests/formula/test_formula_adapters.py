@@ -346,6 +346,15 @@ def test_adapters_that_no_product_has_are_refused(targets: str) -> None:
     assert resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}+q_proj")).run.tuning is not None
 
 
+def test_adapters_take_the_names_of_falcon() -> None:
+    """``dense`` is the output of attention there, and any of three layers in an encoder."""
+    names = {"query_key_value": "qkv", "dense": "out", "dense_h_to_4h": "up", "dense_4h_to_h": "down"}
+    tuning = Tuning.parse(f"r=8,targets={'+'.join(names)}")
+    assert [tuning.adapts(name) for name in (*names.values(), "gate")] == [True] * 4 + [False]
+    with pytest.raises(UsageError, match=r"three layers of an encoder: give some of o_proj\+fc1\+fc2"):
+        resolve(preset("bert-base"), RunRequest(lora="r=8,targets=query+dense"))
+
+
 def test_adapters_take_the_names_of_bert() -> None:
     found = [
         forecast(resolve(preset("bert-base"), RunRequest(lora=f"r=8,targets={targets}")).run).peak_bytes

@@ -30,6 +30,11 @@ are the limit, not memory. With 1.8e9 elements a multiprocessor and second, Lige
 RMSNorm and rotary embedding on A100, H100 and B200 are off by 6 % in the median, without by 36 %
 (tests/facts/eager_kernels.csv). Compiled code and kernels written for one purpose are vectorized.
 
+NOTE [ Unpacked matrices ]
+bitsandbytes' kernel finds each 4-bit number by branches (``dDequantizeNF4``, to 0.47), so that instructions are its
+limit, too: the matrices of three MLPs take a T4 4.57 ms, 1.3e9 numbers a multiprocessor and second, at 0.4 of its
+bandwidth (byi8220/unsloth-puzzles 5b4fb6a, Problem1). torchao's takes twice as long (pytorch/ao, issue 1686).
+
 NOTE [ Edges ]
 `Edges` of a hardware file, such as a calibrated CPU's, replace tiles: a CPU's tiles are so small that their rounding
 does not show, and small sizes cost the packing of operands.
@@ -117,6 +122,8 @@ POINTWISE = frozenset((*_ARITHMETIC, *_FUNCTIONS, *_ACTIVATIONS, *_GATED, *_DRAW
 """Elementwise ops, or nearly so."""
 GENERAL = POINTWISE - {*_GATED, "quantise.fp8"}
 """Those that PyTorch's general elementwise kernels compute: NOTE [ Vectorized kernels ]."""
+UNPACKED, UNPACKED_ELEMENTS = "dequantise.nf4", 1.8 / 1.3
+"""An op, and elements computed one by one in the time of one of its numbers: NOTE [ Unpacked matrices ]."""
 CAST, MEAN = "aten._to_copy.default", "aten.mean.dim"
 _NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
 _SOFTMAX = ("aten._softmax.default", "aten._safe_softmax.default", "aten._log_softmax.default")
@@ -169,7 +176,8 @@ def rate(hardware: Hardware, dtype: str) -> int:
     """Peak FLOP/s of GEMMs in a dtype, or in the next wider one. `UsageError` if the hardware file states none."""
     peaks = hardware.flops_per_second
     low_precision = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_low_precision(dtype) else None)
-    wider = (peaks.bf16 if dtype != "float32" else None), peaks.fp32
+    half = peaks.fp16 if dtype == "float16" else None
+    wider = half, (peaks.bf16 if dtype != "float32" else None), peaks.fp32
     found = next((peak for peak in (*low_precision, *wider, peaks.bf16) if peak is not None), None)
     if found is None:
         raise UsageError(f"hardware {hardware.name} does not state its teraflops; an estimate needs bf16 or fp32")
@@ -200,7 +208,7 @@ def gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
         return gemm.flops / full * (1 + edges.rows / gemm.m + edges.columns / gemm.n + edges.depth / gemm.k)
     per_unit = full / units * _aligned_share(gemm.aligned, hardware)
     best, wide = float("inf"), gemm.dtype == "float32"  # results twice as wide take as long to write at any rate
-    edge = 2 * EDGE * rate(hardware, gemm.dtype) / rate(hardware, "bfloat16") if wide else EDGE
+    edge = 2 * EDGE * rate(hardware, gemm.dtype) / rate(hardware, "float16") if wide else EDGE
     for rows, columns, of_full in TILES_OF_FP32 if wide else TILES:
         tiles = gemm.batch * -(-gemm.m // rows) * -(-gemm.n // columns)
         depth = max(SPLIT, gemm.k / (units // tiles)) if tiles < units and gemm.k > SPLIT else gemm.k
@@ -271,8 +279,8 @@ def op_seconds(op: Op, hardware: Hardware) -> float:
     """Roofline of a recorded op that could not be measured: the larger of its FLOPs' and its bytes' time, and a launch.
 
     Good enough to rank what is worth recomputing: small or oddly shaped matmuls are off by a factor of two or more.
-    fp32 on a CPU, else bf16. `UsageError` if the file has no rate or bandwidth.
+    fp32 on a CPU, else 16 bits. `UsageError` if the file has no rate or bandwidth.
     """
-    dtype = "float32" if hardware.synchronous else "bfloat16"
+    dtype = "float32" if hardware.synchronous else "float16"
     arithmetic = op.flops / (rate(hardware, dtype) * hardware.reached.matmul)
     return max(arithmetic, memory_seconds(op.bytes_moved, hardware)) + hardware.delays.kernel

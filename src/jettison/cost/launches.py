@@ -239,6 +239,8 @@ class _Listing:
     def _singly(self, own: list[TapeOp], *, backward: bool = False) -> int:
         """Elements that a kernel computes one by one: NOTE [ Vectorized kernels ] in `kernel`."""
         step = own[0]
+        if step.name == ops.UNPACKED:
+            return round(ops.UNPACKED_ELEMENTS * prod(step.outputs[0].local_shape))
         if self.how.fusion is not Fusion.NONE or not step.outputs:
             return 0
         if step.name == ops.MEAN:  # its gradient is broadcast
@@ -373,7 +375,11 @@ class _Listing:
                 moved = given + matrix + x.nbytes
                 yield Kernel(steps=indices, nbytes=moved, gemm=replace(p, n=p.k, k=p.n), half=Half.INPUTS)
                 if weight.packed_bytes:  # unpacked once more: ``MatMul4Bit.backward`` of bitsandbytes
-                    yield Kernel(steps=indices, nbytes=weight.packed_bytes + step.workspace, half=Half.INPUTS)
+                    singly = round(ops.UNPACKED_ELEMENTS * weight.numel) * (
+                        weight.packed_bytes < weight.numel
+                    )  # 4 bits
+                    moved = weight.packed_bytes + step.workspace
+                    yield Kernel(steps=indices, nbytes=moved, half=Half.INPUTS, singly=singly)
             if weight.frozen:
                 return
             dw = replace(p, m=p.n, n=p.k, k=p.m)

@@ -32,11 +32,12 @@ SPREAD: Final = 0.015
 class Throughput:
     """Peak FLOP/s of matmuls without sparsity, by dtype of their inputs; None: not stated.
 
-    16-bit and FP8 matmuls accumulate in fp32. ``fp32`` is the rate of CUDA cores.
+    16-bit and FP8 matmuls accumulate in fp32. ``fp32`` is the rate of CUDA cores. ``fp16``: where bf16 is slower.
     """
 
     fp32: int | None = None
     tf32: int | None = None
+    fp16: int | None = None
     bf16: int | None = None
     fp8: int | None = None
     fp4: int | None = None

@@ -442,8 +442,10 @@ def _fp8_base(run: Run) -> Iterator[str]:
 
 
 def _parts(run: Run) -> Iterator[str]:
-    """Reject sharded scans and recomputed modules that the layers do not have."""
+    """Reject sharded scans and recomputed modules that the layers do not have, and names for other layers."""
     model = run.model
+    if run.tuning is not None and "dense" in run.tuning.targets and not all(layer.causal for layer in model.kinds):
+        yield "got --lora targets=dense, which names three layers of an encoder: give some of o_proj+fc1+fc2"
     scans = [layer.scan.words for layer in model.described if layer.scan is not None]
     if (
         scans

@@ -144,14 +144,14 @@ _NAMES_OF: Final = {
     "key": "k_proj k key linear_qkv",
     "value": "v_proj v value linear_qkv",
     "qkv": "qkv_proj query_key_value c_attn linear_qkv",
-    "out": "o_proj o out_proj c_proj linear_proj",
+    "out": "o_proj o out_proj c_proj linear_proj dense",
     "query_down": "q_a_proj",
     "key_value_down": "kv_a_proj_with_mqa",
     "key_value": "kv_b_proj",
     "gate": "gate_proj wi_0 linear_fc1",
-    "up": "up_proj wi wi_1 fc1 c_fc linear_fc1",
-    "down": "down_proj wo fc2 c_proj linear_fc2",
-    "gate_up": "gate_up_proj linear_fc1",
+    "up": "up_proj wi wi_1 fc1 c_fc linear_fc1 dense_h_to_4h",
+    "down": "down_proj wo fc2 c_proj linear_fc2 dense_4h_to_h",
+    "gate_up": "gate_up_proj linear_fc1 dense_h_to_4h",
 }
 _LAYERS: Final = tuple(_NAMES_OF)
 TARGETS: Final = MappingProxyType(
