@@ -477,6 +477,27 @@ def test_the_smallest_budget_is_below_checkpointing_every_block():
     assert any(option.key.startswith("lean") for region in found.options.problem.regions for option in region.options)
 
 
+class Necked(nn.Module):
+    """Small blocks, and two wide halves behind them that are no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.neck = nn.ModuleList(Thin() for _ in range(3)), nn.Sequential(nn.Tanh(), Pair())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.neck(x).square().mean()
+
+
+def test_a_part_around_the_blocks_that_is_wider_than_they_are_is_cut():
+    torch.manual_seed(0)
+    model, x = Necked(), torch.randn(ROWS, HIDDEN)
+    found = planner_for(model, x)
+    assert [call.name for call in found.trace.calls] == ["layers.0", "layers.1", "layers.2"]
+    assert found.minimum_budget_bytes < 0.8 * peak(model, x)
+
+
 def test_many_budgets_cost_little_more_than_one(monkeypatch):
     dry_runs, made = [], []
     dry_run, make = step_module.dry_run, live_module.make_planner

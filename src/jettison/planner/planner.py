@@ -547,7 +547,7 @@ def _times(problem: StepProblem, count: int) -> StepProblem:
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
-ROOT_CUTS = 8  # cuts of a model without blocks
+ROOT_CUTS = 8  # cuts of what is around the blocks, if it is wider than they are
 SHORT_ROOT = 250  # ops up to which that many are tried, which takes seconds
 SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
 PYTHON_SECONDS_PER_OP = 6e-6  # overhead of replaying one op (measured, 2 CPU cores)
@@ -739,10 +739,10 @@ class OptionsBuilder:
         found = pareto_frontier(root.program, seconds, max_points=ROOT_POINTS)
         if root.problem:  # nothing of it may be recomputed
             return tuple(p for p in found if p.kept >= root.program.saved_buffers())
-        if self.trace.calls:  # blocks set the peak
-            return found
         cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
-        return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
+        saved = (c.program.kept_bytes(c.program.saved_buffers()) for c in self.trace.classes.values() if not c.stood_in)
+        lean = lean_points(root.program, found[0].kept, seconds, most=cuts, enough_bytes=max(saved, default=0))
+        return (found[0], *lean, *found[1:])
 
     def _segments(self, options: Iterable[str]) -> Iterator[SegmentOption]:
         """Runs of blocks of which only the first holds its input: recomputed tensors add up along the run.

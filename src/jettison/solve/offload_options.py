@@ -138,14 +138,15 @@ LEAST_GAIN = 0.02  # lower peak, as a share, for one more buffer
 
 
 def lean_points(
-    program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS
+    program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS, enough_bytes: int = 0
 ) -> tuple[FrontierPoint, ...]:
     """Points that keep ``kept`` and one, two or more buffers in addition, each with a lower peak in backward.
-    ``seconds`` of each op play no part in the choice. Each of the ``most`` points replays backward for each buffer.
+    ``seconds`` play no part in the choice. Each of the ``most`` points replays backward for each buffer; they end where
+    the peak is ``enough_bytes``.
     """
-    found = []
+    found: list[FrontierPoint] = []
     peak = _peak(program, kept)
-    for _ in range(most):
+    while len(found) < most and peak > enough_bytes:
         tried = [(_peak(program, kept | {b}), b) for b in _candidates(program, kept)]
         lowest, cut = min(tried, default=(peak, -1))
         if lowest >= peak * (1 - LEAST_GAIN):
