@@ -90,7 +90,7 @@ def _one(setting: Setting, kind: Kind) -> Found:
             peaks.append(report.peak_bytes - report.static_bytes)
         usual, chunked = _timed(setting, whole, step)
     finally:
-        hold.let_go()
+        hold.release()
     if not hold.used:
         raise Skip("bits of chunks were tried and differ on this device: torch's own loss is taken")
     problems = [] if all(map(same_bits, *found)) else ["bits differ from torch's own"]

@@ -125,7 +125,7 @@ def test_real_step_equals_the_allocator_to_the_byte(optimizer):
 
 
 def test_branches_accumulate_in_place_as_without_the_counter():
-    """The peak lies where three branches' gradients meet; see NOTE [Accumulating in place]."""
+    """The peak lies where three branches' gradients meet; see NOTE [ Accumulating in place ]"""
     x = torch.randn(1 << 16, requires_grad=True)
 
     def branches():
@@ -323,7 +323,7 @@ def test_a_generators_state_is_counted_where_it_is_held():
     ],
 )
 def test_what_a_formula_puts_into_its_own_zeros_is_there_once(select):
-    """Without a mode autograd's formulas write in place: NOTE [Accumulating in place]."""
+    """Without a mode autograd's formulas write in place: NOTE [ Accumulating in place ]"""
     x, at = nn.Parameter(torch.randn(64, 64)), torch.arange(4096).remainder(64).view(64, 64)
 
     def step():

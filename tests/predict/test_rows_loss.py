@@ -44,7 +44,7 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
     with chunked_loss.holding(True) as hold:
         measured = second_step_bytes(step, model, optimizer, ids)
         assert hold is not None and hold.used == (vocabulary == 16384)
-        hold.let_go()
+        hold.release()
     run = replace(run_of(case), precision=PRECISIONS[precision], micro_batches=1)
     run = replace(run, kernels=replace(run.kernels, loss=Loss.CHUNKED_CE))
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)

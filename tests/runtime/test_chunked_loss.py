@@ -36,7 +36,7 @@ LOGITS = ROWS * COLUMNS * 4
 def hold() -> Iterator[ChunkedLossPatch]:
     held = ChunkedLossPatch()
     yield held
-    held.let_go()
+    held.release()
     assert not is_chunking()
 
 
@@ -303,10 +303,10 @@ def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: ChunkedLossPat
 
 def test_torch_has_its_own_back_once_nobody_holds_it() -> None:
     first, second = ChunkedLossPatch(), ChunkedLossPatch()
-    first.let_go()
+    first.release()
     assert is_chunking()
-    second.let_go()
-    second.let_go()
+    second.release()
+    second.release()
     assert not is_chunking()
 
 
@@ -457,6 +457,6 @@ def test_a_model_that_holds_the_loss_can_be_pickled(hold: ChunkedLossPatch) -> N
     model = nn.Linear(2, 2)
     model.loss = functional.cross_entropy
     copied = pickle.loads(pickle.dumps(model))
-    hold.let_go()
+    hold.release()
     assert copied.loss is pickle.loads(pickle.dumps(model)).loss is functional.cross_entropy
     assert functional.cross_entropy.__module__ == "torch.nn.functional"

@@ -120,7 +120,7 @@ class Measured(Trainer):
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
             assert meter._counter is not None
-            with meter._counter.looking_away():
+            with meter._counter.not_counting():
                 return jettison.auto_checkpoint(*args, **kwargs)
 
         integration.auto_checkpoint = unseen

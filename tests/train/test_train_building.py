@@ -97,9 +97,9 @@ class OfReal(AllocationCounter):
     """Without fake tensors, which say that they are on the CPU, and hold nothing; and without pickled messages between
     ranks, which a thread of gloo's lets go of when it comes to it."""
 
-    def _meet(self, tensor: Tensor, operator: str, node: int) -> None:
+    def _count(self, tensor: Tensor, operator: str, node: int) -> None:
         if tensor.untyped_storage().device.type != "meta" and tensor.dtype != torch.uint8:
-            super()._meet(tensor, operator, node)
+            super()._count(tensor, operator, node)
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------

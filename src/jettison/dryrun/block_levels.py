@@ -465,7 +465,7 @@ class RootProbe:
         self.held.pop(call)()
         self.nodes[call] = current_node()
         made = gradients()
-        self.counter.mark_behind(("backward", call, False))
+        self.counter.mark_after_node(("backward", call, False))
         return made
 
     def given(self, call: int, leaves: Sequence[Any], shared: Iterable[int]) -> None:

@@ -1,19 +1,21 @@
 """Bytes allocated by a training step, counted in two independent ways.
 
 `AllocationCounter` is a dispatch mode: it sees every storage that an operator returns and follows it until it is freed,
-on real tensors and on fake ones. `measured_peak` asks the allocator itself. If the allocator reports
-more, the difference is workspace that kernels allocate and free inside one call, which no dispatch mode can see:
-`measure_ops` (in `op_costs.py`) measures it, and the counter adds it through its `workspace` argument.
+on real tensors and on fake ones. `measured_peak` asks the allocator itself. If the allocator reports more, the
+difference is workspace that kernels allocate and free inside one call, which no dispatch mode can see: `measure_ops`
+(in `op_costs.py`) measures it, and the counter adds it through its `workspace` argument.
 
-NOTE [Following a storage to its death]. `Tensor.untyped_storage()` always returns the same Python object for one C++
-storage, which lives as long as that. A weak reference to it therefore fires when the last owner goes, whether Python, a
-saved variable of the graph, which re-wraps the storage in a new tensor, or a gradient buffer of the engine.
+NOTE [ Lifetime of a storage ]
+`Tensor.untyped_storage()` always returns the same Python object for one C++ storage, which lives as long as that. A
+weak reference to it therefore fires when the last owner goes, whether Python, a saved variable of the graph, which
+re-wraps the storage in a new tensor, or a gradient buffer of the engine.
 
-NOTE [Accumulating in place]. Where several branches meet, the engine adds gradients in place if it holds the last
-reference, but never under a dispatch mode, where it calls `add` out of place. The counter would see one buffer too
-many. It therefore withholds the peak of such an `add` until the next operator: if the first operand is dead by then, a
-run without the mode would have reused its storage, and the peak is dropped. An `add` inside a backward formula is told
-apart by its first operand having been made by that same node. To a view the engine never adds in place.
+NOTE [ Accumulating in place ]
+Where several branches meet, the engine adds gradients in place if it holds the last reference, but never under a
+dispatch mode, where it calls `add` out of place. The counter would see one buffer too many. It therefore withholds the
+peak of such an `add` until the next operator: if the first operand is dead by then, a run without the mode would have
+reused its storage, and the peak is dropped. An `add` inside a backward formula is recognised by its first operand,
+which that same node has made. To a view the engine never adds in place.
 
 The backward formulas of `gather`, of indexing and of reductions that select do the same: into zeros that they have just
 made they put, add or scatter in place, but out of place where anything is a subclass, or a mode is on
@@ -90,7 +92,7 @@ class _CountedStorage:
 
 @dataclass(slots=True)
 class _Withheld:
-    """The peak of an `add`, say, whose first operand may have died with it; see NOTE [Accumulating in place]."""
+    """The peak of an `add`, say, whose first operand may have died with it; see NOTE [ Accumulating in place ]"""
 
     operand: _CountedStorage
     operand_key: int
@@ -104,7 +106,7 @@ class AllocationCounter(TorchDispatchMode):
 
     Enter it inside (after) a `FakeTensorMode`, so that it sees the operators of the step and not those of the fake
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
-    (made outside the dispatcher, or before the counter was entered) counts from that moment. While it is `blind`, as
+    (made outside the dispatcher, or before the counter was entered) counts from that moment. While it is `paused`, as
     for a recording inside of a step, nothing is counted. `device` restricts the count to one device type, and rounds
     each storage up as its allocator does.
     """
@@ -123,16 +125,16 @@ class AllocationCounter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._storages: dict[int, _CountedStorage] = {}
-        self._met = 0
+        self._storages_seen = 0
         self._withheld: _Withheld | None = None
         self._workspace = workspace
         self._granularity_bytes = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
         self._device = device
         self._numbers = KeptNumbers() if device in (None, "cpu") else None
-        self.blind = False
+        self.paused = False
         self.log: list[Event] | None = [] if record_log else None
         self.watched_bytes: dict[Role, int] = {}
-        self._late: tuple[Place, int] | None = None
+        self._pending_mark: tuple[Place, int] | None = None
         self._live_bytes = 0
         self._peak_bytes = 0
         self._events: list[AllocationEvent] | None = [] if record_events else None
@@ -181,14 +183,14 @@ class AllocationCounter(TorchDispatchMode):
         """Begin an interval of the log."""
         if self.log is not None:
             self._settle()
-            self._late = None
+            self._pending_mark = None
             self.log.append(Mark(place, self._live_bytes))
 
-    def mark_behind(self, place: Place) -> None:
+    def mark_after_node(self, place: Place) -> None:
         """Begin an interval of the log where another node of the forward's graph runs: behind this one the engine frees
         what it was given, and adds its gradients to those of others.
         """
-        self._late = place, current_node()
+        self._pending_mark = place, current_node()
 
     def watch(self, tensors: Sequence[Any], role: Role, held: Container[int] = ()) -> dict[Role, Role]:
         """Log the last references to these leaves' storages, as (*``role``, position), or as what they are watched as
@@ -212,13 +214,13 @@ class AllocationCounter(TorchDispatchMode):
         for entry in entries:
             entry.holds += 1
 
-        def let_go() -> None:
+        def release() -> None:
             for entry in entries:
                 entry.holds -= 1
                 if not entry.holds and entry.weak() is None:
                     self._change(entry, -entry.bytes)
 
-        return let_go
+        return release
 
     def _entry_of(self, tensor: Tensor) -> _CountedStorage | None:
         try:
@@ -229,12 +231,12 @@ class AllocationCounter(TorchDispatchMode):
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
         for tensor in tensors:
-            self._meet(tensor, "static", NO_NODE)
+            self._count(tensor, "static", NO_NODE)
         self._raise_peak(self._live_bytes)
 
-    def looking_away(self) -> AbstractContextManager[None]:
+    def not_counting(self) -> AbstractContextManager[None]:
         """Count nothing within the context: its ops are not the step's."""
-        return swapped(self, blind=True)
+        return swapped(self, paused=True)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Count these as freed, although an observer of the run still references them."""
@@ -265,11 +267,11 @@ class AllocationCounter(TorchDispatchMode):
         """Count a generator's state, a tensor that no operator makes: checkpoints and `fork_rng` hold one."""
         state: Tensor = self._get_state()
         self._settle()
-        self._meet(state, _STATE, NO_NODE)
+        self._count(state, _STATE, NO_NODE)
         self._raise_peak(self._live_bytes)
         return state
 
-    def _take_over(self, tensor: Any) -> None:
+    def _drop_state(self, tensor: Any) -> None:
         """Count the result of `detach` on a state instead of it: on fake tensors it is another storage."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:  # a sparse one has several
             return
@@ -293,36 +295,36 @@ class AllocationCounter(TorchDispatchMode):
             return which_device(*args)
         if desugars(types):
             return NotImplemented
-        if self.blind or infers_shapes():
+        if self.paused or infers_shapes():
             return func(*args, **kwargs)
         if self._withheld is not None:
             self._settle()
         if isinstance(func, HigherOrderOperator):
-            self._meet_all((*args, *kwargs.values()), "input", NO_NODE)
+            self._count_all((*args, *kwargs.values()), "input", NO_NODE)
             out = func(*args, **kwargs)
-            self._meet_all((out,), func, current_node())
+            self._count_all((out,), func, current_node())
             self._raise_peak(self._live_bytes)
             return out
         if func is _DETACH:
-            self._take_over(args[0])
+            self._drop_state(args[0])
             out = self._answer(func, args, kwargs)
-            self._meet_all((out,), func, NO_NODE)
+            self._count_all((out,), func, NO_NODE)
             self._raise_peak(self._live_bytes)
             return out
         node = current_node()
         if self._numbers is not None:
             self._live_bytes -= self._numbers.freed_by(node)
-        if self._late is not None and 0 <= node < self._late[1]:
-            self.mark(self._late[0])
-        self._meet_all(args, "input", NO_NODE)
-        self._meet_all(kwargs.values(), "input", NO_NODE)
+        if self._pending_mark is not None and 0 <= node < self._pending_mark[1]:
+            self.mark(self._pending_mark[0])
+        self._count_all(args, "input", NO_NODE)
+        self._count_all(kwargs.values(), "input", NO_NODE)
         self._raise_peak(self._live_bytes)
         withheld = self._in_place_otherwise(func, args, node) if node != NO_NODE else None
         extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
         if withheld is not None:
             self._raise_peak(self._live_bytes + extra_bytes)
         out = self._answer(func, args, kwargs)
-        self._meet_all((out,), func, node)
+        self._count_all((out,), func, node)
         if self._numbers is not None and (number := number_bytes(func, args)):
             kept = self._numbers.kept_by(func, args, number)
             self._live_bytes += kept
@@ -340,22 +342,22 @@ class AllocationCounter(TorchDispatchMode):
             return out
         return func(*args, **kwargs)
 
-    def _meet_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
+    def _count_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._meet(value, operator, node)
+                self._count(value, operator, node)
             elif isinstance(value, (list, tuple)):
-                self._meet_all(value, operator, node)
+                self._count_all(value, operator, node)
             elif isinstance(value, dict):
-                self._meet_all(value.values(), operator, node)
+                self._count_all(value.values(), operator, node)
 
-    def _meet(self, tensor: Tensor, operator: Any, node: int) -> None:
+    def _count(self, tensor: Tensor, operator: Any, node: int) -> None:
         if self._device is not None and tensor.device.type != self._device:
             return
         tensor = plain(tensor)
         if tensor.layout is not torch.strided:
             for part in parts_of(tensor):
-                self._meet(part, operator, node)
+                self._count(part, operator, node)
             return
         try:
             storage = tensor.untyped_storage()
@@ -370,8 +372,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         key = storage._cdata
-        self._met += 1
-        entry = _CountedStorage(0, operator, node, self._met)
+        self._storages_seen += 1
+        entry = _CountedStorage(0, operator, node, self._storages_seen)
         this = weakref.ref(self)
 
         def died(_: object) -> None:
@@ -401,7 +403,7 @@ class AllocationCounter(TorchDispatchMode):
             )
 
     def _in_place_otherwise(self, func: Any, args: tuple[Any, ...], node: int) -> _Withheld | None:
-        """Pending peak of an op that is in place without a mode; None if not. See NOTE [Accumulating in place]."""
+        """Pending peak of an op that is in place without a mode; None if not. See NOTE [ Accumulating in place ]"""
         if func is not _ACCUMULATE and func not in _INTO_ZEROS:
             return None
         operand = args[0]

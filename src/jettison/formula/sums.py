@@ -66,7 +66,7 @@ class Positive(Expression):
         return max(0, self.of.value(sizes))
 
 
-REMEMBERED: Final = 1 << 14
+CACHED_RESULTS: Final = 1 << 14
 """Cached results of each arithmetic function: a page of six models needs about eight thousand."""
 Factor = str | Quotient | Positive
 Monomial = tuple[Factor, ...]
@@ -132,17 +132,17 @@ class Sum(Expression):
 # arithmetic, cached: walks over a layer repeat the same few thousand operations
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def _added(one: Sum, other: Sum) -> Sum:
     return collected([*one.terms, *other.terms])
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def _negated(one: Sum) -> Sum:
     return Sum(tuple((factors, -n) for factors, n in one.terms))
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def _multiplied(one: Sum, other: Sum) -> Sum:
     if len(one.terms) == len(other.terms) == 1:
         ((p, m),), ((q, n),) = one.terms, other.terms
@@ -150,7 +150,7 @@ def _multiplied(one: Sum, other: Sum) -> Sum:
     return collected([(_sorted((*p, *q)), m * n) for p, m in one.terms for q, n in other.terms])
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def _divided(above: Sum, below: Sum, up: bool) -> Sum:
     if (even := _even(above, below)) is not None:
         return even
@@ -172,13 +172,13 @@ def _even(above: Sum, below: Sum) -> Sum | None:
     return collected(found)
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def constant(number: int) -> Sum:
     """Return a plain number as a sum."""
     return Sum((((), int(number)),)) if number else ZERO
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHED_RESULTS)
 def symbol(name: str) -> Sum:
     """Return a named size of 1 or more as a sum."""
     return Sum((((name,), 1),))
@@ -268,17 +268,17 @@ class Traced(int):
     """A whole number with its formula. Unsupported arithmetic raises, so that no formula is lost."""
 
     sum: Sum
-    book: SizeGuards
+    guards: SizeGuards
 
-    def __new__(cls, value: int, made: Sum, book: SizeGuards) -> Self:
+    def __new__(cls, value: int, made: Sum, guards: SizeGuards) -> Self:
         """Return a number with its formula."""
         self = super().__new__(cls, value)
-        self.sum, self.book = made, book
+        self.sum, self.guards = made, guards
         return self
 
     def _new(self, value: int, made: Sum) -> Traced:
         found = int.__new__(Traced, value)  # some hundred thousand for a page: without the detour through __new__
-        found.sum, found.book = made, self.book
+        found.sum, found.guards = made, self.guards
         return found
 
     def __add__(self, other: int) -> Traced:
@@ -317,21 +317,21 @@ class Traced(int):
         return self._new(int(other) % int(self), above - self.sum * above.divided(self.sum, up=False))
 
     def __bool__(self) -> bool:
-        return not self.book.decide(self.sum, int(self) == 0, zero=True)
+        return not self.guards.decide(self.sum, int(self) == 0, zero=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, int):
             return False
-        return self.book.decide(self.sum - sum_of(other), int(self) == int(other), zero=True)
+        return self.guards.decide(self.sum - sum_of(other), int(self) == int(other), zero=True)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __gt__(self, other: int) -> bool:
-        return self.book.decide(self.sum - sum_of(other), int(self) > int(other), zero=False)
+        return self.guards.decide(self.sum - sum_of(other), int(self) > int(other), zero=False)
 
     def __lt__(self, other: int) -> bool:
-        return self.book.decide(sum_of(other) - self.sum, int(self) < int(other), zero=False)
+        return self.guards.decide(sum_of(other) - self.sum, int(self) < int(other), zero=False)
 
     def __le__(self, other: int) -> bool:
         return not self > other
@@ -366,7 +366,7 @@ def positive(number: int) -> int:
     least, most = made.least, (-made).least
     if least is None or least < 0:
         made = ZERO if most is not None and most >= 0 else Sum((((Positive(made),), 1),))
-    return Traced(max(0, int(number)), made, number.book)
+    return Traced(max(0, int(number)), made, number.guards)
 
 
 def sum_of(number: int) -> Sum:

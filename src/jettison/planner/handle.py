@@ -70,7 +70,7 @@ class Applied:
             hook.remove()
         self.hooks.clear()
         if self.losses is not None:
-            self.losses.let_go()
+            self.losses.release()
 
     def _become(self, other: Applied) -> None:
         vars(self).update(vars(other))
@@ -229,7 +229,7 @@ def with_losses(make: Callable[[ChunkedLossPatch | None], Applied], *, chunked: 
     if losses is not None and losses.used:
         keep_losses(applied, losses)
     elif losses is not None:
-        losses.let_go()
+        losses.release()
     return applied
 
 

@@ -83,7 +83,7 @@ class ChunkedLossPatch:
                 _replaced.__code__ = _handed_on.__code__
             _holders.add(self)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release it; after the last one torch has its own function back."""
         with _lock:
             _holders.discard(self)
@@ -92,7 +92,7 @@ class ChunkedLossPatch:
 
     def until_gone(self, model: nn.Module) -> None:
         """Release it when the model is freed, if not before."""
-        weakref.finalize(model, self.let_go)
+        weakref.finalize(model, self.release)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def holding(wanted: bool) -> Iterator[ChunkedLossPatch | None]:
     try:
         yield hold
     except BaseException:
-        hold.let_go()
+        hold.release()
         raise
 
 

@@ -89,8 +89,8 @@ def _uncounted() -> contextlib.ExitStack:
     """Hide a recording from counters of the running step's bytes."""
     stack = contextlib.ExitStack()
     for mode in _get_current_dispatch_mode_stack():
-        if hasattr(mode, "looking_away"):
-            stack.enter_context(mode.looking_away())
+        if hasattr(mode, "not_counting"):
+            stack.enter_context(mode.not_counting())
     return stack
 
 

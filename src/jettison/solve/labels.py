@@ -81,15 +81,15 @@ def fastest_path(
     labels: list[Any] = [steps.start]
     loss, dropped = 0, INFINITE
     for r in range(1, walk.count + 1):
-        here, gone = steps.undominated(steps.extended(labels, arriving[r], r, below), r, most)
-        dropped = min(dropped, gone)
-        if steps.count(here) > width and (beam or walk.offloads):
-            here, gone = steps.closest(here, r, width)
-            dropped = min(dropped, gone)
-        elif steps.count(here) > width:
-            here, lost = steps.thin(here, width)
+        kept, least = steps.undominated(steps.extended(labels, arriving[r], r, below), r, most)
+        dropped = min(dropped, least)
+        if steps.count(kept) > width and (beam or walk.offloads):
+            kept, least = steps.closest(kept, r, width)
+            dropped = min(dropped, least)
+        elif steps.count(kept) > width:
+            kept, lost = steps.thin(kept, width)
             loss += lost
-        labels.append(here)
+        labels.append(kept)
     if not steps.count(labels[-1]):
         return Search(path=None, loss=loss, dropped=dropped)
     return Search(path=_trace_back(steps, labels, arriving), loss=loss, dropped=dropped)
@@ -184,12 +184,12 @@ class _Arrays:
                 return labels[:, _faster(labels[PREFIX], labels[SPENT])], INFINITE
             every = self._by_class(labels, len(self.walk.sent[r]))
             return labels[:, every[np.argsort(labels[PREFIX, every], kind="stable")]], INFINITE
-        labels, gone = self._affordable(labels, self.walk.host_budget_bytes, r)
+        labels, dropped = self._affordable(labels, self.walk.host_budget_bytes, r)
         if labels.shape[1] > most:
             labels, crowded = self.closest(labels, r, most)
-            gone = min(gone, crowded)
+            dropped = min(dropped, crowded)
         labels = labels[:, np.lexsort((labels[HOST], labels[SENT], labels[SPENT], labels[PREFIX]))]
-        return labels[:, ~_beaten(labels, self._bounds(labels, r))], gone
+        return labels[:, ~_beaten(labels, self._bounds(labels, r))], dropped
 
     def _affordable(self, labels: Integers, host_budget_bytes: int, r: int) -> tuple[Integers, float]:
         """Labels whose rest fits the host, and the least bound of those that only rounded floors rule out."""
@@ -200,8 +200,8 @@ class _Arrays:
             which = np.searchsorted(budgets, self.budgeted.budget_bytes - labels[PREFIX, own], side="right") - 1
             left = host_budget_bytes - labels[HOST, own]
             fits[own] = (which >= 0) & (taken[np.maximum(which, 0)] <= left) if len(taken) else False
-        gone = self._bounds(labels[:, ~fits], r).min(initial=np.inf) if self.walk.floors_rounded else INFINITE
-        return labels[:, fits], float(gone)
+        dropped = self._bounds(labels[:, ~fits], r).min(initial=np.inf) if self.walk.floors_rounded else INFINITE
+        return labels[:, fits], float(dropped)
 
     def _by_class(self, labels: Integers, classes: int) -> Integers:
         """Indices, class by class, of labels not dominated by one of their class or with less in flight."""
@@ -322,7 +322,7 @@ class _Lists:
         return spent + held + self.bound.rest[r][sent]
 
     def undominated(self, labels: _Tuples, r: int, _most: int) -> tuple[_Tuples, float]:
-        gone, limit = INFINITE, self.walk.host_budget_bytes
+        dropped, limit = INFINITE, self.walk.host_budget_bytes
         if limit is not None:
             budget, floors = self.budgeted.budget_bytes, self.walk.floors[r]
             fits = [
@@ -330,8 +330,8 @@ class _Lists:
                 for k in labels
             ]
             if self.walk.floors_rounded:
-                gone = min(
-                    (self._bound(k, r) for k, stays in zip(labels, fits, strict=True) if not stays), default=gone
+                dropped = min(
+                    (self._bound(k, r) for k, stays in zip(labels, fits, strict=True) if not stays), default=dropped
                 )
             labels = [label for label, stays in zip(labels, fits, strict=True) if stays]
         plain, kept = len(self.walk.sent[r]) == 1 and limit is None, list[tuple[int, ...]]()
@@ -342,7 +342,7 @@ class _Lists:
                 for k in rivals
             ):
                 kept.append(label)
-        return kept, gone
+        return kept, dropped
 
     def closest(self, labels: _Tuples, r: int, width: int) -> tuple[_Tuples, float]:
         ranked = sorted(labels, key=lambda label: self._bound(label, r))

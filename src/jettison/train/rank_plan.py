@@ -114,7 +114,7 @@ def decide(
                 state_bytes = bytes_of_state(dry_step.optimizer)
                 kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
     assert losses is not None
-    losses.let_go()  # the plans tell `carry_out` whether to keep references
+    losses.release()  # the plans tell `carry_out` whether to keep references
     return RankDecision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 
@@ -161,7 +161,7 @@ def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
     with holding(plan.chunked_loss) as losses:
         found = _trace(part)
     if losses is not None:
-        losses.let_go()
+        losses.release()
     digests = {call.name: found.program(call).digest() for call in found.calls}
     try:
         plan.require(model=fingerprint(found), digests={"": found.root.program.digest()} | digests)

@@ -239,7 +239,7 @@ class _Placed(AllocationCounter):
 
     def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         super()._add(storage, nbytes, operator, node)
-        self._places[self._met] = (_place(sys._getframe(1)), self.step)
+        self._places[self._storages_seen] = (_place(sys._getframe(1)), self.step)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -24,14 +24,14 @@ _LOOPED: Final = {"interleaved1f1b": "1f1b", "interleavedzerobubble": "zero-bubb
 _FLEX: Final = re.compile(r"_(flex_attn|flex|varlen_attn|varlen)$")
 _TOKENS: Final = "training.num_tokens_per_microbatch_per_dp_rank"
 _LONGEST: Final = "training.max_context_length"
-_WIDE: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
+_KEPT_IN_16_BITS: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
 """Linear layers that torchao keeps in 16 bits; only the time of small GEMMs depends on them."""
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
     python = keys.form == "python"
-    depth = _sized(keys)
+    depth = _model(keys)
     _layout(keys)
     (_tokens if keys.has(_TOKENS) or keys.has(_LONGEST) else _batch)(keys)
     if keys.field("pp", 1) > 1:
@@ -45,14 +45,14 @@ def read(keys: Keys) -> None:
     _others(keys)
 
 
-def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
+def _model_and_flavor(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
     """Return the model's name, its flavor, and their keys.
 
     Of ``model_spec=model_registry("8B")`` the folder names the model: models/NAME/config_registry.py.
     """
     if keys.form != "python":
-        said = ("model.name", "model.flavor")
-        return keys.text(said[0], "llama3"), keys.text(said[1], "debugmodel"), said
+        named_by = ("model.name", "model.flavor")
+        return keys.text(named_by[0], "llama3"), keys.text(named_by[1], "debugmodel"), named_by
     flavor_key = "model_spec.flavor" if keys.has("model_spec.flavor") else "model_spec.0"
     by = keys.text("model_spec").removesuffix("model_registry").rstrip("_")
     path, function = split_name(keys.file.path)
@@ -63,37 +63,37 @@ def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
     return (known or [by or folder])[0], keys.text(flavor_key, "debugmodel"), ("model_spec", flavor_key)
 
 
-def _sized(keys: Keys) -> int:
+def _model(keys: Keys) -> int:
     """Find the model, and return its number of layers; 0 if unknown."""
-    name, flavor, said = _registered(keys)
+    name, flavor, named_by = _model_and_flavor(keys)
     name = models("torchtitan")["names"].get(name, name)
     flavors = models("torchtitan").get(name, {})
     for key in ("hf_transformers.model", "hf_model"):  # transformers' model code under torchtitan's trainer
         if keys.has(key):
             keys.model = str(keys.get(key))
-            keys.read(*said, key, why=keys.model)
+            keys.read(*named_by, key, why=keys.model)
             keys.give("kernels", "huggingface")
             return 0
     kernel = _FLEX.search(flavor)
     if kernel and flavor not in flavors:
         flavor = flavor[: kernel.start()]
-        keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", said[-1])
+        keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", named_by[-1])
     sizes = flavors.get(flavor)
     if sizes is None:
-        keys.read(*said)
+        keys.read(*named_by)
         keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are unknown; give the model by name")
         return 0
-    return keys.take_model(sizes, *said)["num_hidden_layers"]
+    return keys.take_model(sizes, *named_by)["num_hidden_layers"]
 
 
-def _found(keys: Keys, name: str) -> str:
+def _key_of(keys: Keys, name: str) -> str:
     """Return the key of an option of parallelism, whose section was renamed twice."""
     sections = ("parallelism", "training", "experimental")
     return next((f"{one}.{name}" for one in sections if keys.has(f"{one}.{name}")), f"parallelism.{name}")
 
 
 def _layout(keys: Keys) -> None:
-    replicate_key, shard_key = (_found(keys, f"data_parallel_{kind}_degree") for kind in ("replicate", "shard"))
+    replicate_key, shard_key = (_key_of(keys, f"data_parallel_{kind}_degree") for kind in ("replicate", "shard"))
     if keys.has("training.data_parallel_degree"):
         shard_key = "training.data_parallel_degree"
         if keys.text("training.data_parallel_type", "fsdp") == "ddp":
@@ -125,7 +125,7 @@ def _layout(keys: Keys) -> None:
             why = f"in a version that has {old}" if old else "with tensor or pipeline parallelism"
             keys.notes.append(f"without FSDP torchtitan has no mixed precision {why}")
     if keys.field("cp", 1) > 1:
-        key = _found(keys, "context_parallel_rotate_method")
+        key = _key_of(keys, "context_parallel_rotate_method")
         keys.give("cp_comm_type", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
     experts = keys.whole("parallelism.expert_parallel_degree", 1) or 1
     if experts > 1:
@@ -171,7 +171,7 @@ def _tokens(keys: Keys) -> None:
 def _pipeline(keys: Keys, depth: int) -> None:
     pp = keys.field("pp", 1)
     local, repeats = keys.field("micro_batch", 1), keys.field("micro_batches", 1)
-    number_key = _found(keys, "pipeline_parallel_microbatches")
+    number_key = _key_of(keys, "pipeline_parallel_microbatches")
     if keys.has(_TOKENS) or keys.has(_LONGEST):
         key = "parallelism.num_pp_microbatches"
         size, number = local, keys.whole(key, 1) or 1
@@ -193,14 +193,14 @@ def _pipeline(keys: Keys, depth: int) -> None:
         keys.give("micro_batches", number, key)
     if repeats > 1:
         keys.note(f"a step of {repeats} passes through the pipeline is counted as one: tokens per second are equal")
-    schedule_key = _found(keys, "pipeline_parallel_schedule")
+    schedule_key = _key_of(keys, "pipeline_parallel_schedule")
     schedule = keys.text(schedule_key, "1f1b")
     looped = schedule in _LOOPED
     if schedule in ("1f1b", "gpipe") or looped:
         keys.give("schedule", _LOOPED.get(schedule, schedule), schedule_key)
     else:
         keys.refuse(schedule_key, f"expected one of 1F1B, GPipe, {', '.join(_LOOPED)}")
-    cut = _cut(keys, depth, pp, 2 if looped else 1)
+    cut = _stage_layers(keys, depth, pp, 2 if looped else 1)
     virtual = max(1, len(cut) // pp) if cut else 2 if looped else 1
     if virtual > 1:
         keys.give("virtual_stages", virtual, schedule_key)
@@ -208,9 +208,9 @@ def _pipeline(keys: Keys, depth: int) -> None:
         keys.give("stage_layers", ",".join(map(str, cut)))
 
 
-def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
+def _stage_layers(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
     """Layers of each stage: as listed, or by generate_llm_fqn_per_model_part."""
-    parts_key, points_key = "parallelism.module_fqns_per_model_part", _found(keys, "pipeline_parallel_split_points")
+    parts_key, points_key = "parallelism.module_fqns_per_model_part", _key_of(keys, "pipeline_parallel_split_points")
     first, last, each = (
         keys.whole(f"parallelism.pipeline_parallel_{name}", default)
         for name, default in (("first_stage_less_layers", 1), ("last_stage_less_layers", 1), ("layers_per_stage", None))
@@ -301,17 +301,17 @@ def _converters(keys: Keys) -> None:
         name = str(one.get("", "")).removesuffix(".Config") if isinstance(one, Mapping) else str(one)
         if name == "Float8LinearConverter":
             # tensorwise was the default, with all-gathers in FP8, until only rowwise recipes remained
-            bytewise = one.get("enable_fsdp_float8_all_gather") is True
+            fp8_gathers = one.get("enable_fsdp_float8_all_gather") is True
             old = key in ("model_converters.converters", "model.converters")
             recipe = str(one.get("recipe_name") or ("tensorwise" if old else "rowwise"))
             keys.give("fp8_recipe", recipe, key, *one.get("from", ()))
-            if bytewise and recipe == "tensorwise":
+            if fp8_gathers and recipe == "tensorwise":
                 keys.give("fp8_param_gather", True, key)
-            why = _narrowed(one, "filter_fqns", _WIDE)
+            why = _unmodelled_choice(one, "filter_fqns", _KEPT_IN_16_BITS)
         elif name in ("MXFP8LinearConverter", "MXLinearConverter"):
             recipe = str(one.get("recipe_name") or "mxfp8")
             keys.give("fp8_recipe", "mxfp8" if recipe.startswith("mxfp8") else recipe, key, *one.get("from", ()))
-            why = _narrowed(one, "fqns", ()) or _narrowed(one, "filter_fqns", _WIDE)
+            why = _unmodelled_choice(one, "fqns", ()) or _unmodelled_choice(one, "filter_fqns", _KEPT_IN_16_BITS)
         elif name == "LoRAConverter":
             why = _adapters(keys, key, one)
         else:
@@ -320,7 +320,7 @@ def _converters(keys: Keys) -> None:
             keys.refuse(key, why)
 
 
-def _narrowed(converter: Mapping[str, Any], key: str, known: Collection[str]) -> str:
+def _unmodelled_choice(converter: Mapping[str, Any], key: str, known: Collection[str]) -> str:
     """Reason why a converter's choice of linear layers is not modelled; empty if it is."""
     names = converter.get(key) or []
     others = [str(one) for one in names if one not in known] if isinstance(names, list) else [str(names)]
@@ -388,9 +388,9 @@ def _others(keys: Keys) -> None:
     if compiled and "model" in components:
         keys.compiles("compile.enable", "training.compile", "compile.components")
     split = keys.field("tp", 1) > 1
-    whole = keys.on(_found(keys, "disable_loss_parallel")) or not keys.on("training.enable_loss_parallel", True)
+    whole = keys.on(_key_of(keys, "disable_loss_parallel")) or not keys.on("training.enable_loss_parallel", True)
     if split and whole:
-        keys.give("loss", "upcast", _found(keys, "disable_loss_parallel"), "training.enable_loss_parallel")
+        keys.give("loss", "upcast", _key_of(keys, "disable_loss_parallel"), "training.enable_loss_parallel")
     elif compiled and "loss" in components and not split:
         keys.give("loss", "compiled", "compile.components")
     off = keys.on("training.disable_cuda_graphs")  # f84224af (August 2026) captures by default
@@ -402,6 +402,6 @@ def _others(keys: Keys) -> None:
     if sum(name in ("adamw", "adam") for name in names) < len(listed):
         keys.refuse("optimizer.param_groups", "expected AdamW or Adam in each")
     moved = "compile.enable_async_tensor_parallel"
-    key = moved if keys.has(moved) else _found(keys, "enable_async_tensor_parallel")
+    key = moved if keys.has(moved) else _key_of(keys, "enable_async_tensor_parallel")
     if keys.on(key) and compiled and split:
         keys.give("tp_comm_overlap", True, key)
