@@ -296,6 +296,13 @@ def test_tables_name_fields_of_a_request() -> None:
         assert {"says", "syntaxes"} <= table.keys()
 
 
+def test_a_trainers_json_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it is meant as a further file."""
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert run(["ledger", str(tmp_path / "zero.json")]) == 2
+    assert "each further file takes a --from of its own" in capsys.readouterr().err
+
+
 def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     script = titan.with_name("run.sh")
     launch = "srun -N 2 --ntasks-per-node 1 torchrun --nproc_per_node 4 --role rank --tee 3"

@@ -767,8 +767,10 @@ def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_run_file(model: str) -> bool:
     """Whether this is a framework's file and not a model's ``config.json``."""
-    file, _ = split_name(Path(model))
-    return file.is_file() and file.suffix.lower() != ".json" and _table(read_config_file(Path(model))) is not None
+    if not split_name(Path(model))[0].is_file():
+        return False
+    file = read_config_file(Path(model))
+    return "model_type" not in file.values and _table(file) is not None
 
 
 def _table(file: ConfigFile) -> Mapping[str, Any] | None:
