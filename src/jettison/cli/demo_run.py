@@ -128,7 +128,7 @@ def run_demo(
     batches = list(islice(batches_of(text, size), steps))
     model = build(size)
     plain = independent_copy(model)
-    optimizer, plain_optimizer = _adamw(model), _adamw(plain)
+    optimizer, plain_optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, plain))
     applied = _under_budget(model, batches[0], optimizer, progress)
     assert applied.plan is not None
     losses: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -197,10 +197,6 @@ def _under_budget(
     smallest, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
     budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)
     return apply_candidate(model, planner, planner.plan(budget_bytes), budget_bytes)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:

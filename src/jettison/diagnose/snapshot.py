@@ -399,80 +399,85 @@ def _annotated(reader: _SnapshotReader, index: int) -> list[tuple[int, str]]:
     return sorted(found)
 
 
+class _DeviceReplay:
+    """Allocations of one device, replayed from its events."""
+
+    def __init__(self, reader: _SnapshotReader, index: int) -> None:
+        self.reader, self.writer, self.ends = reader, TimelineWriter(f"device {index}"), _StepEnds()
+        self.known: dict[object, _LabelledStack] = {}
+        self.live: dict[int, int] = {}  # numbers of allocations, by address
+        self.addresses: list[int] = []
+        self.stacks: list[_LabelledStack] = []
+        self.first = 0  # number of the first allocation with an event
+        self.reserved: list[ReservedChange] = []
+        self.failed: list[OutOfMemory] = []
+
+    def begin(self, address: int, stack: _LabelledStack, number: int) -> None:
+        self.live[address] = number
+        self.addresses.append(address)
+        self.stacks.append(stack)
+
+    def event(self, event: Mapping[str, Any], time_ns: int) -> None:
+        reader, writer, action = self.reader, self.writer, event.get("action")
+        if action in _BORN:
+            address, stack = reader.whole(event, "addr"), reader.stack(event, self.known)
+            if address in self.live:  # its end was not recorded
+                writer.free(self.live.pop(address), time_ns)
+            self.begin(address, stack, writer.allocate(reader.whole(event, "size"), stack.label, time_ns))
+            self.ends.allocated(stack)
+            self.ends.mark(stack.ends, writer.events)
+        elif action in _DIED:
+            freed = self.live.pop(reader.whole(event, "addr"), None)
+            if freed is not None:
+                writer.free(freed, time_ns)
+                stack = reader.stack(event, self.known)
+                if freed < self.first or stack is not self.stacks[freed]:  # else it is the allocation's own
+                    self.ends.mark(stack.ends, writer.events)
+        elif action in _GROWN or action in _SHRUNK:
+            change = ReservedChange(
+                event=writer.events,
+                address=reader.whole(event, "addr"),
+                nbytes=reader.whole(event, "size") * (1 if action in _GROWN else -1),
+                is_mapped=action in ("segment_map", "segment_unmap"),
+                stream=reader.whole(event, "stream", 0),
+            )
+            self.reserved.append(change)
+        elif action == "oom":
+            asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
+            writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")
+            label = reader.stack(event, self.known).label
+            self.failed.append(OutOfMemory(event=writer.events, requested_bytes=asked, free_bytes=free, label=label))
+        elif action == "user_defined":
+            writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
+
+
 def _device(
     reader: _SnapshotReader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
 ) -> DeviceSnapshot:
     """Read one device; tensors without an allocation in the trace were allocated before it."""
-    writer = TimelineWriter(f"device {index}")
-    known: dict[object, _LabelledStack] = {}
-    live: dict[int, int] = {}
-    addresses: list[int] = []
-    stacks: list[_LabelledStack] = []
-    ends, notes = _StepEnds(), _annotated(reader, index)[::-1]
-    early = _unseen(reader, events)
-    complete = not early
-    allocated = [
-        (address, size, block)
-        for segment in segments
-        for address, size, block in _blocks(reader, segment)
-        if block.get("state") == _ALLOCATED
-    ]
-
-    def begin(address: int, stack: _LabelledStack, number: int) -> None:
-        live[address] = number
-        addresses.append(address)
-        stacks.append(stack)
-
+    replay = _DeviceReplay(reader, index)
+    writer, live, stacks = replay.writer, replay.live, replay.stacks
+    early, notes = _unseen(reader, events), _annotated(reader, index)[::-1]
+    blocks = (block for segment in segments for block in _blocks(reader, segment))
+    allocated = [each for each in blocks if each[2].get("state") == _ALLOCATED]
     for address, size in early:
-        begin(address, _NO_STACK, writer.already(size, _NO_STACK.label))
+        replay.begin(address, _NO_STACK, writer.already(size, _NO_STACK.label))
     born = {reader.whole(e, "addr", 0) for e in events if e.get("action") in _BORN}
     for address, size, block in allocated:
         if address not in born and address not in live:
-            stack = reader.stack(block, known)
-            begin(address, stack, writer.already(_requested(reader, block, size), stack.label))
-    first = len(stacks)
-    last, failed, reserved = 0, [], list[ReservedChange]()
+            stack = reader.stack(block, replay.known)
+            replay.begin(address, stack, writer.already(_requested(reader, block, size), stack.label))
+    replay.first, time_ns = len(stacks), 0
     for event in events:
-        action = event.get("action")
-        time_ns = reader.whole(event, "time_us", last // 1000) * 1000
-        last = time_ns
+        time_ns = reader.whole(event, "time_us", time_ns // 1000) * 1000
         while notes and notes[-1][0] * 1000 <= time_ns:
-            ends.mark(notes.pop()[1], writer.events)
-        if action in _BORN:
-            address, stack = reader.whole(event, "addr"), reader.stack(event, known)
-            if address in live:  # its end was not recorded
-                writer.free(live.pop(address), time_ns)
-            begin(address, stack, writer.allocate(reader.whole(event, "size"), stack.label, time_ns))
-            ends.allocated(stack)
-            ends.mark(stack.ends, writer.events)
-        elif action in _DIED:
-            address = reader.whole(event, "addr")
-            gone = live.pop(address, None)
-            if gone is not None:
-                writer.free(gone, time_ns)
-                stack = reader.stack(event, known)
-                if gone < first or stack is not stacks[gone]:  # frees without a stack have the allocation's
-                    ends.mark(stack.ends, writer.events)
-        elif action in _GROWN or action in _SHRUNK:
-            address, nbytes = reader.whole(event, "addr"), reader.whole(event, "size") * (1 if action in _GROWN else -1)
-            mapped = action in ("segment_map", "segment_unmap")
-            stream = reader.whole(event, "stream", 0)
-            change = ReservedChange(
-                event=writer.events, address=address, nbytes=nbytes, is_mapped=mapped, stream=stream
-            )
-            reserved.append(change)
-        elif action == "oom":
-            asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
-            writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")
-            label = reader.stack(event, known).label
-            failed.append(OutOfMemory(event=writer.events, requested_bytes=asked, free_bytes=free, label=label))
-        elif action == "user_defined":
-            writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
-    has_stacks = any(stack is not _NO_STACK for stack in stacks[first:])
+            replay.ends.mark(notes.pop()[1], writer.events)
+        replay.event(event, time_ns)
+    has_stacks = any(stack is not _NO_STACK for stack in stacks[replay.first :])
     for address, _, block in allocated:
         number = live.get(address, -1)
-        if number >= 0 and (number < first or stacks[number] is _NO_STACK):  # recorded with context="state"
-            stacks[number] = reader.stack(block, known)
+        if number >= 0 and (number < replay.first or stacks[number] is _NO_STACK):  # recorded with context="state"
+            stacks[number] = reader.stack(block, replay.known)
             writer.relabel(number, stacks[number].label)
     different = {id(stack): stack for stack in stacks}
     places = {key: place for place, key in enumerate(different)}
@@ -481,13 +486,13 @@ def _device(
         has_stacks=has_stacks,
         timeline=writer.timeline(),
         segments=tuple(_segment(reader, segment, live) for segment in segments),
-        complete=complete,
-        addresses=np.array(addresses, np.int64),
+        complete=not early,
+        addresses=np.array(replay.addresses, np.int64),
         stack_of=np.array([places[id(stack)] for stack in stacks], np.int64),
         stacks=tuple(stack.frames for stack in different.values()),
-        reserved_changes=tuple(reserved),
-        out_of_memory=tuple(failed),
-        step_ends=ends.found(),
+        reserved_changes=tuple(replay.reserved),
+        out_of_memory=tuple(replay.failed),
+        step_ends=replay.ends.found(),
     )
 
 

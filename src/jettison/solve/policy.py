@@ -524,7 +524,8 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
             depths = last.index if last.name.startswith("aten.cat") else None
             return _where(program, lambda op: op.path not in ("norm", "mtp") and op.index != depths)
         case "mlp" | "moe":
-            return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()
+            asked = sparse == (module == "moe")
+            return _where(program, lambda op: asked and op.path.split(".")[0] == "mlp")
         case "shared_experts":
             return _where(program, lambda op: op.path.startswith("mlp.shared"))
         case _:
@@ -615,10 +616,6 @@ def _is_latent(program: Program) -> bool:
 def _makes_heads(op: Op, latent: bool) -> bool:
     """Whether the op makes heads. Multi-latent attention rotates heads inside the module that makes them."""
     return op.path.startswith("attention.") or (latent and op.path == "attention")
-
-
-def _in_mlp(op: Op) -> bool:
-    return op.path == "mlp" or op.path.startswith("mlp.")
 
 
 def _where(program: Program, said: Callable[[Op], bool]) -> frozenset[int]:
