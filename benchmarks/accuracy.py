@@ -11,6 +11,7 @@ Every published figure of a described run is a row of the CSV, and all the rest 
 - ``residual``: what ranges are made of, measured over modelled; empty where a row takes no part.
 - ``first``: the answer before the row was looked at, where one was recorded; ``round``: those it was compared with;
   ``first residual``: measured over that answer, of reserved and device bytes over the allocated bytes in it.
+- ``cached``: of reserved and device bytes, segments in addition to the peak that the model counts, in that unit.
 - ``note``: what was found about it; ``where``: where it was published.
 """
 
@@ -437,7 +438,7 @@ def _entry(
 
 COLUMNS: Final = (
     *("figure", "source", "stack", "kind", "hardware", "model", "layout", "run", "unit", "published", "predicted"),
-    *("low", "high", "ratio", "inside", "residual", "first", "first residual", "round"),
+    *("low", "high", "ratio", "inside", "residual", "first", "first residual", "cached", "round"),
     *("note", "where"),
 )
 
@@ -486,6 +487,7 @@ def _line(one: Entry, predicted: float | None, held: Held | None) -> dict[str, s
         "residual": f"{row.value:.4f}" if one.counted else "",
         "first": said(one.first),
         "first residual": "" if row.first is None else f"{row.first:.4f}",
+        "cached": f"{row.cached:.4f}" if row.cached else "",
         "round": one.round,
         "note": one.note,
         "where": one.where,
@@ -506,7 +508,8 @@ def stored() -> list[Row]:
 def _row(line: Mapping[str, str]) -> Row:
     names = ("figure", "source", "stack", "kind", "hardware", "run", "round")
     first = float(line["first residual"]) if line["first residual"] else None
-    return Row(**{name: line[name] for name in names}, value=float(line["residual"] or 0), first=first)
+    value, cached = (float(line[name] or 0) for name in ("residual", "cached"))
+    return Row(**{name: line[name] for name in names}, value=value, cached=cached, first=first)
 
 
 # the page -------------------------------------------------------------------------------------------------------------
@@ -626,15 +629,26 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
         of_pairs, of_sources = ranges.shares(held)
         centre = 0 if measure is Measure.FRAGMENTS else 1
         there = {(row.source, row.run, row.figure) for row in near}
-        alone = [row for row in chosen if (row.source, row.run, row.figure) in there]
-        stated_alone = median(abs(row.value - residual(measure, row.classes).expected) for row in alone)
-        errors = [f"{100 * stated_alone:.1f} %", f"{100 * median(abs(row.value - centre) for row in near):.1f} %"]
+        alone = _middle(
+            (row.source, row.value - residual(measure, row.classes).expected)
+            for row in chosen
+            if (row.source, row.run, row.figure) in there
+        )
+        errors = [f"{100 * alone:.1f} %", f"{100 * _middle((row.source, row.value - centre) for row in near):.1f} %"]
         if not centre:
             errors = [f"{float(text[:-2]) / 100:.2f} GiB/√GiB" for text in errors]
         yield (
             f"| {measure} | {len(near)} | {len({row.source for row in near})} | {' | '.join(errors)} | "
             f"{_percent(of_pairs)} | {_percent(of_sources)} |"
         )
+
+
+def _middle(found: Iterable[tuple[str, float]]) -> float:
+    """Median of errors' sizes, where each source has the same weight."""
+    errors: defaultdict[str, list[float]] = defaultdict(list)
+    for source, error in found:
+        errors[source].append(abs(error))
+    return ranges.quantile(ranges.ordered((1.0, sizes) for sizes in errors.values()), 0.5)
 
 
 def _centres(rows: Sequence[Row]) -> str:

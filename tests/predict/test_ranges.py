@@ -166,6 +166,15 @@ def test_layouts_that_ran_and_that_ran_out_of_memory() -> None:
     assert sheets.count(FitVerdict.FITS) >= 0.8 * len(sheets)  # posts are often of a longest context
 
 
+def test_anchors_are_tried_as_answers_have_them() -> None:
+    """An anchor's fragments replace part of the segments that a step caches, so that rows have to have these."""
+    found = ranges.of_measure(ROWS, Measure.FRAGMENTS)
+    assert sum(one.cached > 0 for one in found) > 0.9 * len(found)
+    none = [replace(one, cached=0.0) for one in found]
+    near, without = (ranges.anchored(Measure.FRAGMENTS, tuple(rows)) for rows in (found, none))
+    assert mean(abs(one.value) for one in near) < mean(abs(one.value) for one in without)
+
+
 def test_a_source_weighs_one_however_many_rows_it_has() -> None:
     rows = [*(row("many", 2.0) for _ in range(100)), *(row(name, 1.0) for name in "abcd")]
     found = pool(rows, CLASSES)
