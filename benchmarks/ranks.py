@@ -127,12 +127,12 @@ def now(ranks: Sequence[int], words: Words, store: CountingStore) -> None:
         for store.rank in order:
             do(rounds[store.rank])
 
-    each(reversed(ranks), lambda one: one.say(one.rank, min))
-    each(ranks, lambda one: one.hear("0"))
-    each(ranks[:1], lambda one: one.tell("plan", words.plan))
-    each(ranks[1:], lambda one: one.told("plan"))
-    each(reversed(ranks), lambda one: one.say_digests(words.digests))
-    each(ranks, lambda one: one.hear_digests("1"))
+    each(reversed(ranks), lambda one: one.send(one.rank, min))
+    each(ranks, lambda one: one.receive("0"))
+    each(ranks[:1], lambda one: one.publish("plan", words.plan))
+    each(ranks[1:], lambda one: one.published("plan"))
+    each(reversed(ranks), lambda one: one.send_digests(words.digests))
+    each(ranks, lambda one: one.receive_digests("1"))
 
 
 def before(source: str) -> Callable[[Sequence[int], Words, CountingStore], None]:
@@ -165,8 +165,8 @@ def before(source: str) -> Callable[[Sequence[int], Words, CountingStore], None]
         each(ranks[:1], lambda one: one.least(one.rank))
         each(ranks[1:], lambda one: one._get("least", 1))
         each(ranks[:1], lambda one: one.hand_out(words.plan))
-        each(ranks[1:], lambda one: one.told())
-        each(ranks, lambda one: one.say(words.digests))
+        each(ranks[1:], lambda one: one.published())
+        each(ranks, lambda one: one.send(words.digests))
         each(ranks, lambda one: one.wait())
 
     return run
@@ -210,10 +210,10 @@ def together(size: int) -> dict[str, int]:
     every = worlds(size, store)
     for world in reversed(every):
         store.rank = world.rank
-        topic, _ = world.say(None, lambda found: next((one for one in found if one is not None), None))
+        topic, _ = world.send(None, lambda found: next((one for one in found if one is not None), None))
     for world in every:
         store.rank = world.rank
-        world.hear(topic)
+        world.receive(topic)
     return store.found()
 
 
@@ -224,11 +224,11 @@ def handing_out_plans(size: int, decision: RankDecision) -> dict[str, int]:
     stages = groups(size)["stage"]
     for stage, ranks in enumerate(stages):
         store.rank = ranks[0]
-        every[ranks[0]].tell(f"plan of stage {stage}", decision)
+        every[ranks[0]].publish(f"plan of stage {stage}", decision)
     for stage, ranks in enumerate(stages):
         for store.rank in ranks:
             for known in range(PP) if store.rank == 0 else (stage,):
-                every[store.rank].told(f"plan of stage {known}")
+                every[store.rank].published(f"plan of stage {known}")
     return store.found()
 
 

@@ -85,7 +85,7 @@ def test_a_rank_that_would_wait_is_seen() -> None:
     """The count is of ranks that do not wait, so it must not hide that one does."""
     store = CountingStore()
     with pytest.raises(Waits):
-        Round((0, 1), 300.0, rank=0, store=store, number=1).say_digests(DIGESTS)
+        Round((0, 1), 300.0, rank=0, store=store, number=1).send_digests(DIGESTS)
 
 
 def test_ranks_in_words() -> None:
@@ -124,7 +124,7 @@ def agreeing(
     def agree(place: int, store: Any) -> None:
         group = ranks or tuple(range(size))
         one = Round(group, seconds, rank=group[place], store=store, number=1)
-        one.hear_digests(one.say_digests(digests(place)))
+        one.receive_digests(one.send_digests(digests(place)))
 
     return agree
 
@@ -182,8 +182,8 @@ def test_a_rank_that_fails_tells_all_at_once(failing: int, first: str) -> None:
         if first == "number":
             one.merged(7, min)
         elif first == "plan" and failing == 0:
-            one.told("plan")
-        one.hear_digests(one.say_digests(DIGESTS))
+            one.published("plan")
+        one.receive_digests(one.send_digests(DIGESTS))
         return None
 
     found = on_threads(40, agree)
@@ -197,8 +197,8 @@ def test_the_least_number_and_a_plan_reach_all() -> None:
         one = Round(tuple(range(40)), PATIENCE, rank=rank, store=store, number=1)
         least = one.merged(1000 - rank if rank < 23 else 5000, min)
         if rank == 0:
-            one.tell("plan", "plan" * 1000)
-        return least, one.told("plan")
+            one.publish("plan", "plan" * 1000)
+        return least, one.published("plan")
 
     assert set(on_threads(40, agree).values()) == {(978, "plan" * 1000)}
 
@@ -305,8 +305,8 @@ def test_what_ranks_of_a_run_say_comes_to_the_same_on_all() -> None:
         whole = one.gathered([rank], lambda a, b: a + b)
         assert whole == (list(range(20)) if rank == 0 else None)
         if rank == 13:
-            one.tell("of one", 13)
-        found.append(one.told("of one"))
+            one.publish("of one", 13)
+        found.append(one.published("of one"))
 
         def fails() -> None:
             if rank in (7, 18):

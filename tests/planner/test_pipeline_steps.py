@@ -142,11 +142,11 @@ def test_a_stage_hears_what_the_one_before_returns_or_why_it_does_not() -> None:
         one = Round((0, 1), 0.2, rank=rank, store=store, number=number)
         return one, _Chain(one, 0)
 
-    chain(0, 1)[1].tell(0, [torch.zeros(2, 3, requires_grad=True)])
-    (heard,) = chain(1, 1)[1].hear(0)
+    chain(0, 1)[1].publish(0, [torch.zeros(2, 3, requires_grad=True)])
+    (heard,) = chain(1, 1)[1].receive(0)
     assert (heard.shape, heard.dtype, heard.requires_grad, heard.is_meta) == ((2, 3), torch.float32, True, True)
     chain(0, 2)[0].give_up("ValueError: it has no rows")
     with pytest.raises(PlanMismatch, match="rank 0 has no plan, so none of ranks 0, 1 starts: ValueError: it has no"):
-        chain(1, 2)[1].hear(0)
+        chain(1, 2)[1].receive(0)
     with pytest.raises(PlanMismatch, match=r"stage 0 of the pipeline said nothing within 0[.]2 s; all of ranks 0, 1"):
-        chain(1, 3)[1].hear(0)
+        chain(1, 3)[1].receive(0)

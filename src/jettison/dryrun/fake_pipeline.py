@@ -203,12 +203,12 @@ class FakeSchedule:
         own = {name: value for name, value in kwargs.items() if name not in _OF_THE_SCHEDULE}
         args_split, kwargs_split = self.real._split_inputs(args, own)
         for stage, module, probe in zip(self.stages, self.modules, self._probes, strict=True):
-            given = args_split[0] if stage.is_first else self._chain.hear(stage.stage_index - 1)
+            given = args_split[0] if stage.is_first else self._chain.receive(stage.stage_index - 1)
             on_device = tree_map(lambda t, to=stage.device: _like(t, to) if getattr(t, "is_meta", False) else t, given)
             with torch.enable_grad():
                 returned = probe(*on_device, **kwargs_split[0])
             outputs = returned if isinstance(returned, tuple | list) else (returned,)
-            self._chain.tell(stage.stage_index, outputs)
+            self._chain.publish(stage.stage_index, outputs)
             made = FakeStage(
                 module,
                 stage.stage_index,
@@ -286,19 +286,19 @@ class _Chain:
         self._round, self._topic = round_, f"stage {{}} of schedule {number}".format
         self._own: dict[int, list[tuple[tuple[int, ...], torch.dtype, bool]]] = {}
 
-    def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
+    def publish(self, index: int, outputs: Sequence[Tensor]) -> None:
         self._own[index] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
         if self._round is not None:
             with unset_fake_temporarily():
-                self._round.tell(self._topic(index), self._own[index])
+                self._round.publish(self._topic(index), self._own[index])
 
-    def hear(self, index: int) -> tuple[Tensor, ...]:
-        """Tensors without memory, like those that a stage returns; see `Round.hear_of`."""
+    def receive(self, index: int) -> tuple[Tensor, ...]:
+        """Tensors without memory, like those that a stage returns; see `Round.read_published`."""
         with unset_fake_temporarily():
             said = self._own.get(index)
             if said is None:
                 assert self._round is not None
-                said = self._round.hear_of(self._topic(index), f"stage {index} of the pipeline")
+                said = self._round.read_published(self._topic(index), f"stage {index} of the pipeline")
             return tuple(
                 torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in said
             )

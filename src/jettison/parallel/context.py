@@ -1,24 +1,24 @@
-"""Context parallelism: every rank has a part of each sequence, and attention's rows meet the keys of all.
+"""Context parallelism: every rank has a part of each sequence, and its queries attend to the keys of all ranks.
 
-NOTE [ Rows that work alike ]
-A row of causal attention reads what stands before it, so the first rows of a sequence have little to do and the last
-ones much. A sequence is cut into 2c pieces, of which rank r has the pieces r and 2c-1-r: every rank's rows then read as
-much as any other's (the order of arXiv 2407.21783 §3.3.2, and of Megatron's and torch's own). Everything else in a
-transformer treats tokens one by one and does not mind the order; positions are given with them.
+NOTE [ Load balance of causal attention ]
+A row of causal attention attends to the rows before it, so the first rows of a sequence have little work and the last
+ones much. A sequence is cut into 2c pieces, and rank r has the pieces r and 2c-1-r: all ranks then have equal work (the
+order of arXiv 2407.21783 §3.3.2, and of Megatron's and torch's own). All other modules of a transformer treat tokens
+one by one, so that their order does not matter; their positions are passed with them.
 
-NOTE [ Keys are gathered ]
-Keys and values of all ranks are gathered before the core and put into the sequence's order (the all-gather form of the
-same section); ring attention would send them round piece by piece. What is gathered is not held: backward gathers
-again, and scatters the sums of their gradients. A rank holds its rows of q, k, v and of the result, and a number a row.
-The collectives are torch's functional ones, which a recording sees, and ops and shapes are the same on every rank, so
-one plan is for all ranks and all compute the same things again.
+NOTE [ All-gathered keys ]
+Keys and values of all ranks are all-gathered before the core and put into the sequence's order (the all-gather form of
+the same section); ring attention would pass them on piece by piece. They are not saved: backward all-gathers them again
+and reduce-scatters their gradients. A rank saves its rows of q, k, v and of the output, and one statistic for each row.
+The collectives are torch's functional ones, which a recording sees. Ops and shapes are the same on every rank, so that
+one plan serves all ranks and they recompute the same ops.
 
 NOTE [ Causal rows ]
 Rows of causal attention that begin somewhere in the sequence are ops of their own, `jettison::causal_rows` and
 `jettison::causal_rows_backward`: one fused kernel's forward, and its backward. What the kernel reads depends on where a
 rank's rows begin; as one op over whole keys it has the same shapes on all ranks, so that one plan is for all of them.
 
-b micro-batch · a heads · k key-value heads · n (m: of a kernel) rows at hand · s = nc sequence · d head dim · c ranks.
+b micro-batch · a heads · k key-value heads · n (m: a kernel's) rows of a rank · s = nc sequence · d head dim · c ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROWS = -2
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One rank's part of every sequence, see NOTE [ Rows that work alike ]."""
+    """One rank's part of every sequence, see NOTE [ Load balance of causal attention ]."""
 
     axis: Axis
 
@@ -66,7 +66,7 @@ class Context:
         return number, self.pieces - 1 - number
 
     def check(self, seq: int) -> int:
-        """Number of tokens in a piece of a sequence of this length. Raise `UsageError` if it does not divide."""
+        """Number of tokens in a piece of a sequence of this length. Raise `UsageError` if it is not divisible."""
         if seq % self.pieces:
             raise UsageError(
                 f"got sequences of {seq} tokens, which do not divide into the {self.pieces} pieces of "
@@ -105,7 +105,7 @@ class Context:
 
 
 class _Gather(torch.autograd.Function):
-    """Keys for a core that is written out, or is given a mask. Saves nothing."""
+    """All-gather of keys for an eager core, or one with a mask. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
@@ -124,9 +124,9 @@ def gathered(x: Tensor, context: Context) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None = None) -> Tensor:
-    """softmax(q k^T) v of this rank's rows over what stands before them on any rank, by a fused kernel.
+    """softmax(q k^T) v of this rank's rows over all earlier rows of the sequence, by a fused kernel.
 
-    See NOTE [ Keys are gathered ]. Under autocast in its type, as torch's `scaled_dot_product_attention` is.
+    See NOTE [ All-gathered keys ]. Under autocast in its dtype, as torch's `scaled_dot_product_attention` is.
 
     Args:
         q: b × a × n × d.
@@ -184,7 +184,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _joined(parts: Sequence[Tensor], *, like: Tensor) -> Tensor:
-    """Rows one after the other, with heads inside or outside of them in memory as they are in another tensor."""
+    """Rows concatenated, in the memory layout (heads inside or outside of rows) of the tensor ``like``."""
     if like.stride(1) < like.stride(2):
         return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
     return torch.cat(list(parts), dim=2)
@@ -209,7 +209,7 @@ def kernel_fits(q: Tensor) -> bool:
 
 @torch.library.custom_op("jettison::causal_rows", mutates_args=())
 def causal_rows(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of the rows from ``start`` on over all that is not after them, and the log of each row's sum. ``q``: b
+    """Causal attention of the rows from ``start`` on, and the log-sum-exp of each row. ``q``: b
     × a × m × d; ``k``, ``v``: b × k × s × d, the whole sequence.
     """
     k, v = (part.narrow(2, 0, start + q.shape[2]) for part in (k, v))
@@ -243,7 +243,7 @@ def causal_rows_backward(
 
 
 def _mask(q: Tensor, rows: Tensor, keys: int) -> Tensor:
-    """Minus infinity where a key stands after a row, by the rows' positions; 0 elsewhere."""
+    """Mask by the rows' positions: minus infinity where a key comes after the row, 0 elsewhere."""
     later = torch.arange(keys, device=q.device) > rows.unsqueeze(1)
     return torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, float("-inf"))
 
@@ -266,7 +266,7 @@ def _(
 
 @register_flop_formula(torch.ops.jettison.causal_rows)
 def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """FLOPs over all keys, whatever the mask hides: as attention is counted everywhere."""
+    """FLOPs over all keys, masked ones included, as for all attention."""
     b, a, m, d = q
     return int(2 * b * a * m * k[2] * (d + v[3]))
 
@@ -286,7 +286,7 @@ _CORES: Final = {f"{RECORD}.GptAttention": False, f"{RECORD}.LlamaAttention": Tr
 
 @dataclass(frozen=True)
 class ContextCore:
-    """A core whose rows meet the keys of all ranks."""
+    """Attention core in which a rank's rows attend to the keys of all ranks."""
 
     context: Context
     core: Callable[..., Tensor]  # of one rank, called with what is gathered
@@ -308,7 +308,7 @@ class HubShare:
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
-    """Have attention meet the keys of all ranks of an axis, in place; what to cut a batch with is returned.
+    """Let attention read the keys of all ranks of an axis, in place. Return the `Context` that shards a batch.
 
     Before or after `apply_tensor_parallel`; before plans are made, FSDP, and DistributedDataParallel, which average
     gradients over this axis as over data-parallel ranks: the mean of all ranks' mean losses is the loss.
@@ -317,7 +317,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
         mesh: the context-parallel axis alone, ``mesh["cp"]``.
 
     Raises:
-        UnsupportedModule: it is not known where this model's attention is, or it is of a kind that is not known here.
+        UnsupportedModule: the model's attention cannot be found, or is of an unknown kind.
         UsageError: it runs under a plan, or is context parallel already.
     """
     context = Context.of(mesh)
@@ -327,7 +327,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
 
 
 def set_cores(model: nn.Module, context: Context) -> None:
-    """The same for a place that is given; nothing is sent before the model is called."""
+    """As `apply_context_parallel`, for a given `Context`; no communication before the model is called."""
     refuse_planned(model, "context parallelism")
     kind = class_of(model)
     if kind in known(HeadForm):
@@ -367,7 +367,7 @@ _SHARE: Final = "context_share"
 
 
 def _check(model: nn.Module, kernel: str) -> None:
-    """Raise `UnsupportedModule` unless attention is causal, with a core that is known."""
+    """Raise `UnsupportedModule` unless attention is causal, with a known core."""
     config: Any = model.config
     why = ""
     if kernel not in ("eager", "sdpa"):
@@ -403,7 +403,7 @@ def _hub_attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers' own; a mask, where there is one, has this rank's rows of all keys."""
+    """Attention function for transformers; a mask has this rank's rows and all keys."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     share: HubShare = getattr(module, _SHARE)

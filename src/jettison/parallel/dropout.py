@@ -1,11 +1,11 @@
-"""Random streams: the same numbers on every tensor-parallel rank where all do the same, others where each does its own.
+"""Random states of dropout: equal on all tensor-parallel ranks for unsharded activations, different for sharded ones.
 
-NOTE [ Whose numbers ]
-With sequence parallelism every dropout works on a part of its own (of the heads, or of the sequence): the default
-generators differ from rank to rank (`seed_ranks`), and nothing else is needed. Without it, masks outside the blocks are
-equal, so the default generators are in step, and `OwnDraws` lends the attention core another one: seeded with the
-rank and with one number of the common stream, which is all that the loan takes from it. A recording writes down how
-the CPU's state becomes the one that is lent and the one that is left (`OpRecorder.lend`): recipes get the same.
+NOTE [ Random states of tensor-parallel ranks ]
+With sequence parallelism every dropout works on the rank's part of the heads or of the sequence: the default generators
+differ between ranks (`seed_ranks`), and nothing else is needed. Without it, masks outside the blocks are equal, so
+that the default generators have equal states, and the attention core has another one (`OwnDraws`): seeded with the rank
+and one number drawn from the common state. A recording notes how the CPU's state becomes the rank's own, and what the
+common one is afterwards (`OpRecorder.lend`), so that recipes restore both.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def seed_ranks(seed: int, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
 
     Args:
         mesh: the tensor-parallel axis.
-        sequence_parallel: every rank gets a stream of its own; otherwise all get the same.
+        sequence_parallel: every rank gets another state; otherwise all get the same.
     """
     torch.manual_seed(_mixed(seed, Axis.of(mesh).rank) if sequence_parallel else seed)
 
 
 class OwnDraws:
-    """A loan of the default generators to one rank, from `begin` to `end`."""
+    """A rank's own state of the default generators, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def begin(self, axis: Axis) -> None:
-        """Draws are this rank's own from here on."""
+        """Switch to the rank's own state."""
         if axis.size == 1 or self._before is not None:
             return
         for recorder in _recorders():
@@ -55,7 +55,7 @@ class OwnDraws:
             torch.manual_seed(_mixed(seed, axis.rank))
 
     def end(self, *_: Any) -> None:
-        """Return to the common stream, if there is a loan; may be a hook."""
+        """Return to the common state, if `begin` was called; may be a hook."""
         if self._before is None:
             return
         (cpu, cuda), self._before = self._before, None
@@ -76,7 +76,7 @@ def _mixed(seed: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TakeNumber:
-    """Takes from the common stream all that a loan takes."""
+    """Draws from the common state the number that seeds the rank's own."""
 
     def __str__(self) -> str:
         return "take_number"
@@ -88,7 +88,7 @@ class _TakeNumber:
 
 @dataclass(frozen=True, slots=True)
 class _Borrow:
-    """Makes the CPU's generator the one that a rank is lent. Its text, like a plan, is the same on every rank."""
+    """Sets the CPU's generator to the rank's own state. Its text, like a plan, is the same on every rank."""
 
     rank: int
 

@@ -1,11 +1,11 @@
-"""A tensor-parallel plan out of a model's structure, for the models that are known; every other is refused.
+"""Tensor-parallel plans of known models; other models are refused.
 
-Known are the layers of transformers' Llama, Mistral, Qwen2, Qwen3 and GPT-2, the models around them, and the models of
-record in `reference`. A model is known by its classes and by having the submodules that these classes have, and not by
-what its modules happen to be called: equal names do not make equal mathematics.
+Known are transformers' Llama, Mistral, Qwen2, Qwen3 and GPT-2, their layers, and the models of record in `reference`. A
+model is recognised by its classes and their submodules, and not by the names of modules: equal names do not make equal
+mathematics.
 
-What a plan assumes about activations: between the layers they are shards along the sequence, with sequence parallelism,
-or whole; a layer on its own is given them so and returns them so. A model takes whole ids and returns whole logits.
+Between layers, activations are sharded along the sequence with sequence parallelism, and unsharded without it; so are
+the inputs and outputs of a single layer. A model takes unsharded ids and returns unsharded logits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.n
 
 @cache
 def _tables() -> dict[str, Mapping[str, Any]]:
-    """Names of parts, by how the names of a model's classes begin."""
+    """Names of parts, by the common prefix of a model's class names."""
     own = read_table(Path(__file__).with_suffix(".toml"))
     found: dict[str, Mapping[str, Any]] = {f"{RECORD}.{table['name']}": table for table in own["model"]}
     for kind, family in FAMILIES.items():
@@ -121,8 +121,8 @@ def _norms() -> list[str]:
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
     """Style of each module of a known model, a known layer, or layers in a ModuleList or a Sequential. Parts may be
-    missing (None), as in the stages of a pipeline. Raise `UnsupportedModule` if a module is not known, is not as its
-    class usually is, or holds parameters of its own.
+    missing (None), as in the stages of a pipeline. Raise `UnsupportedModule` for an unknown module, one that is not as
+    its class builds it, or one with additional parameters.
     """
     planner = _StylePlanner(sequence_parallel=sequence_parallel)
     planner.visit(model, "")

@@ -1,10 +1,10 @@
-"""Parameters as DTensors, what a forward reads of them, and where their gradients go.
+"""Parameters as DTensors, their local parts, and their gradients.
 
 NOTE [ Gradients of replicated parameters ]
-A norm on a shard of the sequence sees a part of the tokens, so its weight's gradient on each rank is a part of a sum.
-It stays one: a DTensor with the placement Partial, which is right for whoever reads it as a DTensor (optimizers, FSDP2,
-``full_tensor()``), and which sums over micro-batches without communication. `reduce_partial_gradients` makes all of
-them whole in one all-reduce; call it before clipping and the optimizer step.
+A norm on a shard of the sequence reads a part of the tokens, so its weight's gradient on each rank is a part of a sum.
+It is a DTensor with the placement Partial, which optimizers, FSDP2 and ``full_tensor()`` read correctly, and which
+accumulates over micro-batches without communication. `reduce_partial_gradients` sums all of them over the ranks in one
+all-reduce; call it before clipping and the optimizer step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jettison.parallel.regions import Axis, all_reduce
 
 
 def distribute(style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Put a DTensor in the place of a module's parameter, where it has one."""
+    """Replace a module's parameter, if it has one, by a DTensor."""
     parameter = getattr(module, name, None)
     if parameter is None or isinstance(parameter, DTensor):
         return
@@ -43,8 +43,8 @@ def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | N
 
 
 def put_whole(tensor: Tensor, values: Tensor) -> None:
-    """Copy an unsharded tensor's values into this rank's part. No rank waits for another. ``values`` have as many
-    elements as the tensor has altogether, and may have a dim more: see `ColumnParallel`.
+    """Copy an unsharded tensor's values into this rank's part, without communication. ``values`` have as many elements
+    as the full tensor, and may have one dim more: see `ColumnParallel`.
     """
     values = values.reshape(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -57,7 +57,7 @@ def put_whole(tensor: Tensor, values: Tensor) -> None:
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Make Partial gradients whole: one all-reduce for each mesh and dtype. Does nothing where there are none.
+    """Reduce Partial gradients: one all-reduce for each mesh and dtype; none without such gradients.
 
     Call it before ``clip_grad_norm_``: torch 2.11 does not scale Partial gradients there.
     """
@@ -77,8 +77,8 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 # FSDP2, a unit for each block -----------------------------------------------------------------------------------------
 #
-# What a recipe recomputes it computes while its block's parameters are unsharded for the block's own backward, so that
-# nothing is all-gathered twice. A plan may be applied before or after; see `jettison.capture.sharded`.
+# A recipe recomputes while its block's parameters are unsharded for the block's own backward, so that nothing is
+# all-gathered twice. A plan may be applied before or after; see `jettison.capture.sharded`.
 
 
 def shard_blocks(
@@ -101,7 +101,7 @@ def shard_blocks(
 
 
 def forget_forwards(model: nn.Module) -> None:
-    """After forwards that no backward follows: free what they gathered, and what they noted for prefetching."""
+    """Free all-gathered parameters and prefetch state of forwards without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,14 +1,14 @@
 """Plans on the stages of `torch.distributed.pipelining`.
 
-A stage's module is planned like a model, by what one micro-batch looks like where it arrives:
+A stage's module is planned like a model, for one micro-batch as the stage receives it:
 
     batch = received(x)                      # on the first stage, what the pipeline is given
     jettison.apply(stage.submod, "full", batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage.submod))
 
-Micro-batches in flight, several chunks on a rank and backwards that are split in two need nothing else: every call of a
-region owns what its own backward will want (NOTE [ Ownership ] in runtime/recipe.py).
+Micro-batches in flight, several chunks on a rank and split backwards need nothing else: every call of a region owns the
+values that its backward needs (NOTE [ Ownership ] in runtime/recipe.py).
 
-Stages have plans of their own, so ranks of one pipeline need not agree; those of one stage's tensor parallelism do.
+Each stage has its own plan. Only the tensor-parallel ranks of one stage must have equal plans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jettison.core.errors import UsageError
 
 
 def blocks_of(module: nn.Module) -> list[str]:
-    """Names of a stage's blocks. One block alone does not repeat, and would not be taken for one elsewhere."""
+    """Names of a stage's blocks. A single block does not repeat, so that `find_blocks` would not recognise it."""
     return find_blocks(module) or only_blocks(module)
 
 
@@ -33,7 +33,7 @@ def received(*example: Tensor) -> tuple[Tensor, ...]:
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A scalar of a stage's output, in place of the loss. `UsageError` if nothing in it wants a gradient."""
+    """A scalar from a stage's output, as its loss. `UsageError` if no output requires a gradient."""
     found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not found:
         raise UsageError("a stage returned nothing that wants a gradient; give it a batch made by received()")

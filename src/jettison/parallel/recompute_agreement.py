@@ -1,19 +1,19 @@
-"""Ranks that communicate inside a model must recompute the same ops, or one waits for ever for another.
+"""Agreement of ranks that communicate inside a model: they must recompute the same ops, or their collectives hang.
 
 NOTE [ Agreement ]
-Before the first step every rank says what it is about to recompute, region by region, and all learn whether they say
-the same: digests of 32 bytes, compared on their way up a tree of ranks (NOTE [ A tree of ranks ]) in the store of
-`torch.distributed`, where a rank that never comes is named after a time and a collective would hang. Where digests
-differ, the first rank tells what its digest was made of, and each other one the region in which it differs.
+Before the first step every rank sends digests of the ops that it will recompute, region by region, and all learn
+whether they are equal: 32 bytes each, compared on their way up a tree of ranks (NOTE [ A tree of ranks ]) in the store
+of `torch.distributed`, where a missing rank is named after a timeout and a collective would hang. If digests differ,
+the first rank publishes its digests by region, and each other rank the region in which it differs.
 
-A rank takes its groups in the order of their ranks, as all do, so that no two wait for each other. It has its plan from
-the group whose first rank is the lowest, and hands it out in those where it is the first itself. Ranks that share
-parameters only by the first step (FSDP2 may come after the plan) are compared as that step begins. Shapes are not
-compared: a dim that does not divide is sharded unevenly, and DTensor pads on some ranks only.
+All ranks go through their groups in the order of the groups' ranks, so that no two wait for each other. A rank gets its
+plan from the group whose first rank is the lowest, and publishes it in groups where it is the first itself. Ranks that
+share parameters only from the first step on (FSDP2 may come after the plan) are compared as that step begins. Shapes
+are not compared: a dim that is not divisible is sharded unevenly, and DTensor pads on some ranks only.
 
 NOTE [ One refusal ]
-A rank that alone has no plan would ask again with another budget alone, and wait for ranks at their first step. So a
-refusal is every rank's: the same `Infeasible`, with the smallest budget under which all of them find a plan.
+If one rank alone raised `Infeasible`, it would plan again with another budget, while the others wait in their first
+step. So all ranks raise the same `Infeasible`, with the smallest budget under which all of them find a plan.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def groups_for(model: nn.Module, group: Group | None = None) -> list[tuple[int, 
 
 
 def talking_groups(traces: Iterable[ModelTrace]) -> set[tuple[int, ...]]:
-    """Groups of the functional collectives that models call where they are traced, whatever their parameters tell.
+    """Groups of the functional collectives that models call in their traces, whether or not parameters name them.
 
-    Their ranks have to follow one plan: a collective that one rank recomputes in backward would meet another one of a
-    rank that does not. Groups that send nothing do not count.
+    Their ranks must follow one plan: a collective that only one rank recomputes in backward would be matched with
+    another collective of the other ranks. Fake groups are left out.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return set()
@@ -128,14 +128,14 @@ class BudgetVerdict:
 
     @classmethod
     def refuses(cls, error: Infeasible, rank: int | None = None) -> BudgetVerdict:
-        """Verdict of a rank that has none; the ``rank`` is named if the others have plans of their own."""
+        """Verdict of a rank without a plan; the ``rank`` is named if each of the others has its own plan."""
         reason = error.reason if rank is None else f"This is what rank {rank} says. {error.reason}".strip()
         needs, budget = int(error.minimum_budget_bytes), int(error.budget_bytes)
         return cls(needs_bytes=needs, refused={"minimum_budget_bytes": needs, "budget_bytes": budget, "reason": reason})
 
     @property
     def error(self) -> Infeasible | None:
-        """Error that all of them raise, if one has no plan."""
+        """Error that all ranks raise if one has no plan."""
         if self.refused is None:
             return None
         return Infeasible(**self.refused | {"minimum_budget_bytes": self.needs_bytes})
@@ -150,9 +150,9 @@ class BudgetVerdict:
 
 
 class Agreement:
-    """One comparison, in each of several groups. Entered before the work whose result is compared: if that fails, the
-    other ranks learn why instead of waiting. With no groups it does nothing. Methods raise `PlanMismatch` where a rank
-    fails, or does not come in time.
+    """One comparison, in each of several groups. Enter it before the work whose result is compared: if that fails, the
+    other ranks get the reason instead of waiting. Without groups it does nothing. Methods raise `PlanMismatch` if a
+    rank fails, or is too late.
     """
 
     def __init__(self, groups: Iterable[tuple[int, ...]], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -168,11 +168,11 @@ class Agreement:
                 each.give_up(f"{type(error).__name__}: {error}")
 
     def check(self, said: Summary) -> None:
-        """Say it, and wait until all ranks of every group are known to say the same: `PlanMismatch` if they do not. If
-        parameters are shared with other ranks by the time of the first step, these are compared then.
+        """Send the summary, and wait until all ranks of every group have sent an equal one; else raise `PlanMismatch`.
+        Ranks that share parameters only from the first step on are compared then.
         """
         for each in self.rounds:
-            each.hear_digests(each.say_digests(said.digests))
+            each.receive_digests(each.send_digests(said.digests))
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
@@ -190,16 +190,16 @@ class Agreement:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one that makes what `first` hands out."""
+        """Whether this rank makes the value that `first` returns on all ranks."""
         return not self.rounds or self.rounds[0].leads
 
     def least(self, number: int) -> int:
-        """The smallest that any rank has. None of them goes on before all are there."""
+        """Minimum over all ranks; also a barrier."""
         return self._merged(number, min)
 
     def also(self, groups: Iterable[tuple[int, ...]], number: int = 0) -> int:
-        """Ranks of further groups, unless they are in it already: with them, too, this rank has one plan. All of them
-        have come so far when this returns the smallest number that any of them has."""
+        """Add the ranks of other groups, which follow the same plan, unless they are in it already. Return the minimum
+        of a number over all of them; also a barrier."""
         known = [set(each.ranks) for each in self.rounds]
         new = [ranks for ranks in sorted(groups) if not any(set(ranks) <= other for other in known)]
         added = [_next_round(ranks, self.timeout_seconds) for ranks in new]
@@ -209,17 +209,17 @@ class Agreement:
         return number
 
     def union(self, own: Iterable[Made]) -> list[Made]:
-        """Return all that some rank has, in one order for all."""
+        """Return the union of all ranks' items, in the same order on all ranks."""
         return sorted(self._merged(set(own), operator.or_), key=repr)
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
-        """Result of ``make`` on the first rank of the group; on the others what ``tell`` says of it. Without a group
+        """Result of ``make`` on the first rank of the group; on the others what ``publish`` says of it. Without a group
         every rank is the first. All raise ``make``'s `Infeasible`; `PlanMismatch` if it failed there, or was too late.
         """
         made: Made | None = None
         said: BudgetVerdict | str = ""
         if not self.leads:
-            said = self.rounds[0].told("plan")
+            said = self.rounds[0].published("plan")
         else:
             try:
                 made = make()
@@ -229,7 +229,7 @@ class Agreement:
                 said = tell(made) if self.rounds else ""
         for each in self.rounds:
             if each.leads:
-                each.tell("plan", said)
+                each.publish("plan", said)
         if isinstance(said, BudgetVerdict):
             for each in self.rounds:
                 each.over = True
@@ -251,7 +251,7 @@ def _check_newcomers(said: Summary, known: list[tuple[int, ...]], timeout_second
 
 
 def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
-    """All ranks of a group count its rounds alike, so that the keys of two never meet."""
+    """Number of a group's next round, equal on all of its ranks, so that two rounds never share keys."""
     _rounds[ranks] += 1
     store = distributed.distributed_c10d._get_default_store()
     return Round(ranks, timeout_seconds, rank=distributed.get_rank(), store=store, number=_rounds[ranks])
@@ -267,7 +267,7 @@ class Round(Ranks):
         self._digests: Mapping[str, str] = {}
 
     def lost(self, why: str) -> PlanMismatch:
-        """Others that fail or stay away are a `PlanMismatch`."""
+        """`PlanMismatch`, if other ranks fail or are missing."""
         self.over = True
         return PlanMismatch(why)
 
@@ -277,31 +277,31 @@ class Round(Ranks):
             f"to run; every one of ranks {listed(self.ranks)} must apply one, and as often as the others"
         )
 
-    def say_digests(self, said: Mapping[str, str]) -> str:
-        """Say a digest by region, see `summary`; the topic of the other half."""
+    def send_digests(self, said: Mapping[str, str]) -> str:
+        """Send a digest by region, see `summary`; return the key of the other half."""
         self._digests = said
         own = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-        topic, _ = self.say(own, lambda heard: heard[0] if len(set(heard)) == 1 else b"", bool)
+        topic, _ = self.send(own, lambda heard: heard[0] if len(set(heard)) == 1 else b"", bool)
         return topic
 
-    def hear_digests(self, topic: str) -> None:
-        """Wait until all ranks have said theirs. Raises `PlanMismatch` on every rank if they differ."""
-        is_same: bool = self.hear(topic)
+    def receive_digests(self, topic: str) -> None:
+        """Wait until all ranks have sent theirs. Raises `PlanMismatch` on every rank if they differ."""
+        is_same: bool = self.receive(topic)
         self.over = True
         if not is_same:
             raise PlanMismatch(self._difference())
 
-    def hear_of(self, topic: str, who: str) -> Any:
-        """Value that a rank (``who``) tells of a topic. Raise `PlanMismatch` if a rank failed, or is too late."""
-        if not self.comes(topic):
+    def read_published(self, topic: str, who: str) -> Any:
+        """Value that a rank (``who``) published. Raise `PlanMismatch` if a rank failed, or is too late."""
+        if not self.arrives(topic):
             raise PlanMismatch(
                 f"{who} said nothing within {self.seconds:g} s; all of ranks {listed(self.ranks)} have to call "
                 "auto_checkpoint at the same place"
             )
-        return self.told(topic)
+        return self.published(topic)
 
     def give_up(self, why: str) -> None:
-        """This rank will say nothing."""
+        """Mark this rank as failed."""
         if not self.over:
             self.over = True
             self.fail(f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}")

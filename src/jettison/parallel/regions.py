@@ -1,16 +1,16 @@
-"""Into and out of tensor-parallel regions: what crosses their borders, forward and backward.
+"""Conjugate collectives at the borders of tensor-parallel regions, forward and backward.
 
 The operators of arXiv 2205.05198, Figures 4 to 6, each a collective forward and its conjugate backward:
 
-    f       nothing          | all-reduce          into a block, activations whole outside
+    f       nothing          | all-reduce          into a block, activations unsharded outside
     f-bar   all-reduce       | nothing             out of it
     g       all-gather       | reduce-scatter      into a block, activations sharded along s outside
     g-bar   reduce-scatter   | all-gather          out of it
 
-and two that border on a region where every rank computes the same:
+and two next to a region that every rank computes in full:
 
-    split   own part         | all-gather          whole activations become shards
-    collect all-gather       | own part            shards become whole, and every rank goes on in the same way
+    split   own part         | all-gather          unsharded activations become shards
+    collect all-gather       | own part            shards become unsharded activations, equal on every rank
 
 s sequence · b micro-batch · h hidden · t ranks. All collectives are torch's functional ones, which a recording sees.
 """
@@ -34,7 +34,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One rank's place on a mesh axis. Holds the group's name and not the group, so that modules can be copied."""
+    """One rank's place on a mesh axis. It references the group by name, so that modules can be copied."""
 
     name: str
     size: int
@@ -52,7 +52,7 @@ class Axis:
 
 
 def start_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Send the shard and return at once; `finish_gather` waits."""
+    """Start an asynchronous all-gather of the shard; `finish_gather` waits for it."""
     return _c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
 
 
@@ -74,7 +74,7 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum over all ranks, and of it this rank's part of ``dim``."""
+    """Reduce-scatter along ``dim``."""
     dim %= x.dim()
     _check_divides(x, axis, dim)
     stacked = x.contiguous() if prod(x.shape[:dim]) == 1 else torch.cat(x.chunk(axis.size, dim=dim))
@@ -91,7 +91,7 @@ def all_reduce(x: Tensor, axis: Axis, _dim: int) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part of a tensor that all ranks have; a copy, so that the whole can go."""
+    """This rank's part of a tensor that all ranks have; a copy, so that the full tensor can be freed."""
     _check_divides(x, axis, dim)
     size = x.shape[dim] // axis.size
     return x.narrow(dim, axis.rank * size, size).clone(memory_format=torch.contiguous_format)

@@ -1,16 +1,16 @@
 """Values that the ranks of a group exchange through the key-value store of `torch.distributed`, in a tree.
 
 NOTE [ A tree of ranks ]
-Ranks stand in a row; a *place* is where. The place above another is that with its last digit in base 16 that is not 0
-set to 0: a branch is a run of places, and 16,384 ranks are four levels. Each rank sends one value to the rank above it,
-once it has heard all right below: what its branch comes to. Downwards the first rank sets one key that all read. A key
-goes again once an answer to it has come, or once all ranks are known to have gone on.
+A *place* is a rank's number in the group. The parent of a place is found by setting its last nonzero digit in base 16
+to 0: a branch is a run of places, and 16,384 ranks are four levels. Each rank merges its value with those of its
+children, and sends the result to its parent. The first rank then sets one key, which all read. A key is deleted once it
+has been answered, or once all ranks are known to have gone on.
 
 NOTE [ Waiting ]
-A rank that waits asks the store now and then, instead of waiting in it: so it learns that another rank has failed,
-Python handles signals, and other threads get at the store. It asks after an eighth of what it has waited already, all
-ranks together some 8,000 times a second at most. The first rank names those that did not come: in branches that it has
-not heard from, every rank that waits for others has left a note.
+A waiting rank polls the store instead of blocking in it: so it learns that another rank has failed, Python handles
+signals, and other threads can use the store. It polls after an eighth of the time that it has waited already, at most
+some 8,000 times a second for all ranks together. The first rank names the missing ones: in branches without a value,
+every rank that waits for others has left a key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Store(Protocol):
 
 
 def children(place: int, size: int) -> list[int]:
-    """The places right below one, of so many, a level at a time."""
+    """Children of a place, of so many places, level by level."""
     found, span = list[int](), 1
     while span < size and place % (span * FAN) == 0:
         found += range(place + span, min(place + FAN * span, size), span)
@@ -54,13 +54,13 @@ def children(place: int, size: int) -> list[int]:
 
 
 class Ranks:
-    """One rank's end of what a group exchanges. All ranks call the same methods in the same order, `tell` aside.
+    """A group's exchange of values, on one rank. All ranks call the same methods in the same order, except `publish`.
 
-    Each method raises `lost` where another rank has failed, or does not come in time.
+    Each method raises `lost` if another rank has failed, or is too late.
 
     Args:
         place: of this rank in the group.
-        key: of this group's values; nobody else uses keys that begin so.
+        key: prefix of this group's keys, used by no other group.
         seconds: how long the first rank waits for the others; they wait a little longer for it.
     """
 
@@ -74,7 +74,7 @@ class Ranks:
         return self.place == 0
 
     def lost(self, why: str) -> Exception:
-        """The error where the others cannot go on."""
+        """The error if the other ranks cannot continue."""
         return RuntimeError(why)
 
     def missing(self, places: Sequence[int]) -> str:
@@ -82,34 +82,34 @@ class Ranks:
         return f"{ranks_in_words(places)} did not come within {self.seconds:g} s"
 
     def merged(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value:
-        """Values of all ranks, merged in the order of the ranks, on every rank. ``merge`` is associative."""
-        topic, _ = self.say(own, partial(reduce, merge))
-        return self.hear(topic)
+        """All-reduce: values merged in the order of the ranks. ``merge`` is associative."""
+        topic, _ = self.send(own, partial(reduce, merge))
+        return self.receive(topic)
 
     def gathered(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value | None:
-        """As `merged`, for the first rank alone; the others get None. For what grows with the number of ranks."""
-        topic, whole = self.say(own, partial(reduce, merge), lambda _: None)
-        self.hear(topic)
+        """Reduce to the first rank; the others get None. For values that grow with the number of ranks."""
+        topic, whole = self.send(own, partial(reduce, merge), lambda _: None)
+        self.receive(topic)
         return whole
 
     def differing(self, said: Mapping[str, Value]) -> list[tuple[int, str, Value | None, Value | None]]:
         """Places whose entries differ from the first rank's: place, the first such name, its value there and here."""
         if self.leads:
-            self.tell("compared", said)
-        first: Mapping[str, Value] = self.told("compared")
+            self.publish("compared", said)
+        first: Mapping[str, Value] = self.published("compared")
         names = (name for name in (*first, *said) if first.get(name) != said.get(name))
         own = [(self.place, name, first.get(name), said.get(name)) for name in names][:1]
         return self.merged(own, operator.add)
 
-    def say(
+    def send(
         self, own: Value, merge: Callable[[list[Value]], Value], tell: Callable[[Value], Any] = lambda whole: whole
     ) -> tuple[str, Value | None]:
-        """The first half of `merged`, which waits for ranks below in the tree only: the topic of the other half, and on
-        the first rank the whole.
+        """First half of `merged`, which waits for the branch below only: return the key of the other half, and on the
+        first rank the merged value.
 
         Args:
-            merge: of this rank and the branches right below it, in the order of their places.
-            tell: what all ranks get to `hear` of the whole.
+            merge: merges this rank's value and those of its children, in the order of their places.
+            tell: makes of the merged value the one that all ranks `receive`.
         """
         topic = str(next(self.turns))
         below = children(self.place, self.size)
@@ -123,12 +123,12 @@ class Ranks:
             self.store.set(self._said(topic, self.place), _packed(own))
             return topic, None
         self._forget()
-        self.tell(topic, tell(own))
+        self.publish(topic, tell(own))
         return topic, own
 
-    def hear(self, topic: str) -> Any:
-        """The second half of `merged`."""
-        found = self.told(topic)
+    def receive(self, topic: str) -> Any:
+        """Second half of `merged`."""
+        found = self.published(topic)
         if not self.leads:
             self.store.delete_key(self._said(topic, self.place))
             if children(self.place, self.size):
@@ -136,23 +136,23 @@ class Ranks:
             self._forget()
         return found
 
-    def tell(self, topic: str, value: object) -> None:
-        """Tell all ranks, once a topic; it is gone when all have said something else: whoever wants it asks first."""
+    def publish(self, topic: str, value: object) -> None:
+        """Publish a value, once for each topic. It is deleted once all ranks have sent another one: read it before."""
         self.store.set(f"{self.key}/{topic}", _packed(value))
         self._told.append(f"{self.key}/{topic}")
 
-    def told(self, topic: str) -> Any:
-        """Value that some rank tells of a topic. Ranks that do not ask miss nothing."""
+    def published(self, topic: str) -> Any:
+        """Value that some rank published; ranks need not read it."""
         key = f"{self.key}/{topic}"
         self._wait_for([key], lambda: [0], last=True)
         return _unpacked(self.store.get(key))
 
-    def comes(self, topic: str) -> bool:
-        """Whether a topic is told in time; `told` then has it at once."""
+    def arrives(self, topic: str) -> bool:
+        """Whether a value is published in time; `published` then returns at once."""
         return self._wait([f"{self.key}/{topic}"], last=True)
 
     def fail(self, why: str) -> None:
-        """Tell all ranks that this one will say no more. Those that wait learn it when they next ask."""
+        """Mark this rank as failed. Waiting ranks see it when they poll next."""
         self.store.set(f"{self.key}/failed", why.encode())
 
     def _wait_for(self, keys: list[str], absent: Callable[[], list[int]], *, last: bool = False) -> None:
@@ -163,7 +163,7 @@ class Ranks:
             raise self.lost(text)
 
     def _wait(self, keys: list[str], *, last: bool) -> bool:
-        """Whether they were set in time; the first rank, which names who is missing, waits less, unless ``last``."""
+        """Whether the keys were set in time; the first rank, which names missing ones, waits less, unless ``last``."""
         start, seconds = time.monotonic(), self.seconds if self.leads and not last else self.seconds * 1.1 + 1
         while not self.store.check(keys):
             if self.store.check([f"{self.key}/failed"]):

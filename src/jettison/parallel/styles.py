@@ -9,8 +9,8 @@
     })
 
 Parameters become DTensors, so that FSDP2, optimizers and distributed checkpoints know them; forwards compute on local
-tensors. ``dim`` is the sequence's dim of the activations outside the blocks (0 for s × b × h, 1 for b × s × h) where
-they are sharded along it, and None where they are whole. `structure.tensor_parallel_plan` writes such plans.
+tensors. ``dim`` is the sequence's dim of the activations outside the blocks (0 for s × b × h, 1 for b × s × h) if
+they are sharded along it, and None if they are unsharded. `known_models.tensor_parallel_plan` makes such plans.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def _is_conv1d(module: nn.Module | None) -> bool:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Layers that `ColumnParallel` and `RowParallel` know."""
+    """Whether `ColumnParallel` and `RowParallel` can shard the layer."""
     return type(module) is nn.Linear or _is_conv1d(module)
 
 
 @dataclass
 class _Forward:
-    """Stands in for a module's forward. Copied and pickled along with it."""
+    """Replacement of a module's forward, copied and pickled with the module."""
 
     module: nn.Module
     axis: Axis
@@ -99,21 +99,21 @@ class _RowForward(_Forward):
 
 
 class Style(ParallelStyle):
-    """One that can say beforehand whether it fits."""
+    """A `ParallelStyle` that checks a module before it is applied."""
 
     def check(self, module: nn.Module, ways: int) -> None:
-        """Raise `UsageError` if the module does not divide over so many ranks, `UnsupportedModule` if it is another."""
+        """Raise `UsageError` if its sizes do not divide by the ranks, `UnsupportedModule` for another module."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ColumnParallel(Style):
-    """Shard a linear layer's outputs. Behind a `BlockInput` with ``dim`` it holds the shard of its input.
+    """Shard a linear layer's outputs. After a `BlockInput` with ``dim`` it saves the shard of its input.
 
     Args:
         unit: outputs that belong together (of one head) and stay on one rank.
         groups: the outputs are this many layers in one (GPT-2's q, k and v), each sharded by itself. Its weight gets a
             dim for them, h × groups × n, so that a shard is a part of one dim in every checkpoint.
-        enters: its input is whole on every rank and no `BlockInput` stands before it.
+        enters: its input is unsharded, and no `BlockInput` comes before it.
         collected: every rank gets all outputs (logits, for a loss that all ranks compute).
     """
 
@@ -145,11 +145,11 @@ class ColumnParallel(Style):
 
 @dataclass(eq=False, kw_only=True)
 class RowParallel(Style):
-    """Shard a linear layer's inputs, and sum what the ranks get; the bias is added to the sum.
+    """Shard a linear layer's inputs, and sum the ranks' results; the bias is added to the sum.
 
     Args:
         dim: the sum is scattered along this dim; None: every rank gets all of it.
-        draws: the loan of `BlockInput` ends here.
+        draws: random state of `BlockInput`, which ends here.
     """
 
     dim: int | None = None
@@ -210,7 +210,7 @@ class BlockInput(Style):
 
     Args:
         divided: names of whole numbers on the module that count what is sharded, to be divided by the ranks.
-        draws: what the module draws, from here to the `RowParallel` with the same loan, is each rank's own.
+        draws: the rank's own random state, from here to the `RowParallel` with the same one.
     """
 
     dim: int | None = None
@@ -229,7 +229,7 @@ class BlockInput(Style):
 
 @dataclass(eq=False, kw_only=True)
 class SplitInput(Style):
-    """Whole activations become shards along ``dim`` before the module, which has no sharded parameters."""
+    """Shard activations along ``dim`` before the module, which has no sharded parameters."""
 
     dim: int
 
@@ -244,7 +244,7 @@ class SplitInput(Style):
 
 @dataclass
 class _ReplicatedForward:
-    """Runs a module's own forward with local tensors in the place of its parameters."""
+    """Runs a module's own forward with local tensors as its parameters."""
 
     module: nn.Module
     axis: Axis
@@ -264,13 +264,12 @@ class _ReplicatedForward:
 
 @dataclass(eq=False, kw_only=True)
 class Replicated(Style):
-    """A norm, or another layer of which every rank has the whole.
+    """A norm, or another layer that every rank has in full.
 
     Args:
-        sharded: it works on a part of its own (of the sequence, of the heads).
-        split_ids: it looks up ids, of which it takes its part along this dim.
-        gathers: its output is the input of a column-parallel layer that is not its neighbour (the head), gathered along
-            this dim.
+        sharded: its input is the rank's part of the sequence or of the heads.
+        split_ids: an embedding takes its part of the ids along this dim.
+        gathers: its output is all-gathered along this dim, as the input of a later column-parallel layer (the head).
     """
 
     sharded: bool = False
@@ -349,20 +348,20 @@ class VocabularyParallel(Style):
 
 # Column-parallel matmuls that save the shard of their input and all-gather it again in backward -----------------------
 #
-# NOTE [ One gather for all matmuls of an input ]
-# q, k and v read one gathered input; so do gate and up. `gather_input` gathers it once and leaves a note on the
-# result: the shard, and a `Gathered` that all of these matmuls share. Each saves the shard, which is one storage
-# however often it is saved, and none saves the whole. In backward the first of them starts the gather, multiplies for
-# the gradient of its input while it is under way, and then waits; the others find it done; the last lets go of it.
-# The note hangs on the tensor, so nothing outlives the forward. A product that gets something else than what was
-# gathered (a part of it, a cast) finds no note and saves what it got, as torch does: more bytes, same gradients.
+# NOTE [ One all-gather for all matmuls of an input ]
+# q, k and v read one all-gathered input; so do gate and up. `gather_input` all-gathers it once and marks the result
+# with the shard and a `Gathered` that all of these matmuls share. Each saves the shard, which is one storage however
+# often it is saved, and none saves the gathered tensor. In backward the first of them starts the all-gather, computes
+# the gradient of its input meanwhile, and then waits; the others find it done; the last one frees it. The mark is an
+# attribute of the tensor, so nothing outlives the forward. A matmul with another input (a slice, a cast) finds no mark
+# and saves its input, as torch does: more bytes, same gradients.
 
 _NOTE = "_jettison_gathered"
 
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """The second all-gather of one input, in backward, for all matmuls that read it."""
+    """All-gather of one input in backward, shared by all matmuls that read it."""
 
     axis: Axis
     dim: int
@@ -372,13 +371,13 @@ class Gathered:
     _whole: Tensor | None = None
 
     def start(self, shard: Tensor) -> None:
-        """Begin to gather, unless another reader has."""
+        """Start the all-gather, unless another reader has."""
         if self._pending is None and self._whole is None:
             self._pending = start_gather(shard, self.axis)
             self._left = self.readers
 
     def take(self) -> Tensor:
-        """The gathered tensor. The last reader's call forgets it."""
+        """The all-gathered tensor. The last reader's call drops the reference."""
         if self._whole is None:
             assert self._pending is not None
             self._whole, self._pending = finish_gather(self._pending, self.axis, self.dim), None
@@ -390,11 +389,11 @@ class Gathered:
 
 
 def gather_input(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """g, with the note that `column_linear` looks for."""
+    """g, with the mark that `column_linear` looks for."""
     if axis.size == 1:
         return x
     dtype = _autocast_dtype(x)
-    x = x if dtype is None else x.to(dtype)  # what autocast would do to the whole, done to the shard
+    x = x if dtype is None else x.to(dtype)  # the cast that autocast would apply to the gathered input
     whole = g(x, axis, dim)
     setattr(whole, _NOTE, (Gathered(axis, dim), x.detach()))
     return whole
@@ -456,7 +455,7 @@ def can_split_backward() -> bool:
 
 
 def _note_of(x: Tensor) -> tuple[Gathered, Tensor] | None:
-    """The note that `gather_input` left on x, or on the tensor that x is a view of."""
+    """The mark of `gather_input` on x, or on the tensor that x is a view of."""
     note = getattr(x, _NOTE, None)
     if note is None and x._base is not None and x.is_contiguous() and x._base.is_contiguous():
         whole = (x.numel(), x.shape[-1], x.dtype) == (x._base.numel(), x._base.shape[-1], x._base.dtype)

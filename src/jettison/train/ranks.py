@@ -89,9 +89,9 @@ class World(Ranks):
         topic = str(next(self.turns))
         if self.leads:
             found = _tried(make)
-            self.tell(topic, (found[0], _portable(found[1])))
+            self.publish(topic, (found[0], _portable(found[1])))
         else:
-            found = self.told(topic)
+            found = self.published(topic)
         value, error = found
         if error is not None:
             raise agreed(error)

@@ -302,10 +302,10 @@ def _plan(
         raise agreed(refusal)
     highest = int(world.most(max((plan.predicted.peak_bytes for plan in own.plans), default=0) if own else 0))
     if own is not None:
-        world.tell(f"plan of stage {places.stage}", own)
+        world.publish(f"plan of stage {places.stage}", own)
     # rank 0, which is in stage 0, keeps the plans of all stages; other ranks apply that of their own
     stages = range(places.layout.pp) if world.leads else (places.stage,)
-    made: list[RankDecision] = [world.told(f"plan of stage {stage}") for stage in stages]
+    made: list[RankDecision] = [world.published(f"plan of stage {stage}") for stage in stages]
     decision = made[0]
     flops = world.together(lambda: carry_out(parts, decision, wanted.host_budget))
     rounds = range(len(decision.plans))  # chunks go round the stages
