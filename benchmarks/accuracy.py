@@ -520,7 +520,7 @@ def page(found: Sequence[Mapping[str, str]]) -> str:
     rows = stored()
     words = {
         "rows": f"{len(found):,}",
-        "sources": str(len({line["source"] for line in found})),
+        "sources": str(_sources(found)),
         "counted": f"{sum(bool(line['inside']) for line in found):,}",
         "summary": "\n".join(_summary(found, rows)),
         "classes": "\n".join(_classes(found)),
@@ -532,6 +532,11 @@ def page(found: Sequence[Mapping[str, str]]) -> str:
         "not_counted": "; ".join(NOT_COUNTED.values()),
     }
     return TEXT.read_text(encoding="utf-8").format_map(words)
+
+
+def _sources(found: Iterable[Mapping[str, str]]) -> int:
+    """Publishers, of which a vendor's models are one."""
+    return len({line["source"].partition(",")[0] for line in found})
 
 
 def _errors(found: Iterable[Mapping[str, str]], column: str = "ratio") -> list[float]:
@@ -556,9 +561,8 @@ def _summary(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterato
             own = [line for line in found if line["figure"] == figure and line["inside"]]
             shares = ranges.shares([one for one in held if one.row.figure == figure])
             answers = ranges.share_by([one for one in first if one.row.figure == figure], ranges.of_round)
-            sources = len({line["source"] for line in own})
             inside = " | ".join(map(_percent, (*shares, answers)))
-            yield f"| {figure} | {len(own)} | {sources} | {_spread(_errors(own))} | {inside} |"
+            yield f"| {figure} | {len(own)} | {_sources(own)} | {_spread(_errors(own))} | {inside} |"
 
 
 def _grouped(
@@ -580,8 +584,7 @@ def _classes(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
             if len(group) < FEW:
                 continue
             inside = sum(line["inside"] == "yes" for line in group)
-            sources = len({line["source"] for line in group})
-            yield f"| {figure} | {name} | {len(group)} | {sources} | {_spread(_errors(group))} | {inside} |"
+            yield f"| {figure} | {name} | {len(group)} | {_sources(group)} | {_spread(_errors(group))} | {inside} |"
 
 
 def _rounds(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterator[str]:
@@ -638,7 +641,7 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
         if not centre:
             errors = [f"{float(text[:-2]) / 100:.2f} GiB/√GiB" for text in errors]
         yield (
-            f"| {measure} | {len(near)} | {len({row.source for row in near})} | {' | '.join(errors)} | "
+            f"| {measure} | {len(near)} | {len({row.publisher for row in near})} | {' | '.join(errors)} | "
             f"{_percent(of_pairs)} | {_percent(of_sources)} |"
         )
 
@@ -725,7 +728,7 @@ def data(rows: Sequence[Row]) -> str:
 
 def _stated_row(measure: Measure, kind: str, runs: int, own: Sequence[Row], found: Range) -> str:
     ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
-    counts = f"runs = {runs}\nsources = {len({row.source for row in own})}\n"
+    counts = f"runs = {runs}\nsources = {len({row.publisher for row in own})}\n"
     return f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}'
 
 

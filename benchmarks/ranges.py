@@ -5,8 +5,7 @@ See NOTE [ Ranges of published runs ] in `jettison.predict.ranges`.
 NOTE [ Sources, not rows ]
 Rows of one source err together: one table has one cluster, one release and one person who measured. So each source
 weighs one, however many rows it has, and a range is held against rows of sources that took no part in it. A source is a
-publisher; of a vendor who publishes the same configurations again with each release, a model, since one configuration
-errs alike in all of them.
+publisher. Anchors alone tell a vendor's models apart, who publishes the same configurations again with each release.
 
 NOTE [ Pooling ]
 A class counts as `ENOUGH` sources. What it lacks it borrows from the class above: the sources there that it does not
@@ -91,6 +90,11 @@ class Row:
     round: str = ""
 
     @cached_property
+    def publisher(self) -> str:
+        """The source, without a vendor's model."""
+        return self.source.partition(",")[0]
+
+    @cached_property
     def classes(self) -> tuple[str, ...]:
         """Its own first; bytes are not told apart by hardware."""
         return classes_of(FIGURES[self.figure], self.stack, self.kind, self.hardware)
@@ -150,8 +154,8 @@ def pool(rows: Sequence[Row], classes: Sequence[str], *, first: bool = False) ->
         lacking = ENOUGH - sum(weight for weight, _ in found.values())
         more: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
-            if kind in row.member_of and row.source not in found:
-                more[row.source] += [row.value] if row.first is None or not first else [row.value, row.first]
+            if kind in row.member_of and row.publisher not in found:
+                more[row.publisher] += [row.value] if row.first is None or not first else [row.value, row.first]
         if more:
             weight = min(1.0, lacking / len(more)) if found else 1.0
             found |= {source: (weight, values) for source, values in more.items()}
@@ -225,7 +229,7 @@ class Held:
 
 def cross_validated(measure: Measure, rows: Sequence[Row], ends: Ends) -> list[Held]:
     """Every row against the range that all other sources give its class."""
-    return _left_out(measure, rows, rows, lambda row: row.source)(ends)
+    return _left_out(measure, rows, rows, lambda row: row.publisher)(ends)
 
 
 def first_answers(measure: Measure, rows: Sequence[Row], ends: Ends, asked: Sequence[Row]) -> list[Held]:
@@ -253,8 +257,8 @@ def _left_out(
 
 
 def of_round(row: Row) -> str:
-    """The publisher in its round; a vendor's models are one."""
-    return f"{row.round}: {row.source.partition(',')[0]}"
+    """The publisher in its round."""
+    return f"{row.round}: {row.publisher}"
 
 
 def share_by(held: Sequence[Held], group: Callable[[Row], str]) -> float:
@@ -267,7 +271,7 @@ def share_by(held: Sequence[Held], group: Callable[[Row], str]) -> float:
 
 def shares(held: Sequence[Held]) -> tuple[float, float]:
     """Of rows, and of sources, each of which counts once, that ranges hold."""
-    return fmean(one.inside for one in held), share_by(held, lambda row: row.source)
+    return fmean(one.inside for one in held), share_by(held, lambda row: row.publisher)
 
 
 def of_measure(rows: Sequence[Row], measure: Measure) -> tuple[Row, ...]:
@@ -278,7 +282,7 @@ def of_measure(rows: Sequence[Row], measure: Measure) -> tuple[Row, ...]:
 @cache
 def ends_of(measure: Measure, rows: tuple[Row, ...]) -> tuple[Ends, list[Held]]:
     """Ends of ranges, and how these hold: see NOTE [ Ends ]."""
-    by_source = _left_out(measure, rows, rows, lambda row: row.source)
+    by_source = _left_out(measure, rows, rows, lambda row: row.publisher)
     by_round = _left_out(measure, rows, _first(rows), lambda row: row.round)
     found = []
     for ends in ENDS[measure]:

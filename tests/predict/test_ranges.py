@@ -192,6 +192,15 @@ def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
     assert own.keys() == {"own", *"wxyz"}
 
 
+def test_a_vendors_models_are_one_source() -> None:
+    models = [row(f"vendor, {name}", 2.0) for name in "abcdefgh"]
+    found = pool([*models, row("guest", 1.0)], CLASSES)
+    assert found == {"vendor": (1.0, [2.0] * 8), "guest": (1.0, [1.0])}
+    assert [
+        one.range.high for one in ranges.cross_validated(Measure.TIME, [*models, row("guest", 1.0)], (0.0, 1.0, 1.0))
+    ] == [1.0] * 8 + [2.0]
+
+
 def test_times_are_corrected_towards_the_median_and_bytes_never() -> None:
     """Five sources and the model, which counts as five: half of the way; ten: two thirds."""
     slow = [row(name, value) for name, value in zip("abcde", (1.1, 1.2, 1.3, 1.4, 0.9), strict=True)]
