@@ -8,7 +8,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,11 @@ class Setting:
 
 def planner_for(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer | None = None) -> Planner:
     """What `auto_checkpoint` makes, once for several budgets. The output, a loss, is held until the step is over."""
-    loop = Loop(keep_output=True, elsewhere_bytes=elsewhere_bytes(model, batch, optimizer))
-    trace = traced(model, batch, loop=loop)
+    trace = traced(model, batch, loop=Loop(keep_output=True))
+    elsewhere = elsewhere_bytes(
+        model, batch, optimizer
+    )  # after the trace, whose tables of positions stay on the device
+    trace = replace(trace, loop=replace(trace.loop, elsewhere_bytes=elsewhere))
     mirrored = None if optimizer is None else fake_optimizer(optimizer, model, trace)
     return make_planner(trace, optimizer=mirrored)
 

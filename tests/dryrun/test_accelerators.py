@@ -74,6 +74,36 @@ def test_a_rehearsed_optimizer_takes_the_steps_that_the_real_one_takes(monkeypat
     assert all_of_them.optimizer_peak_bytes - one.optimizer_peak_bytes >= weights // 2
 
 
+def test_planning_leaves_the_seed_of_a_device_that_is_not_in_use_yet() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    torch.manual_seed(42)
+    tracker: Any = torch.cuda._lazy_seed_tracker
+    queued = tracker.get_calls()
+    assert queued, "torch seeds a device once it is in use"
+    jettison.auto_checkpoint(model, (torch.randn(1, 64),), "1MiB", loss_fn=Tensor.sum).remove()
+    assert tracker.get_calls() == queued
+
+
+class CountingOnTheDevice(torch.optim.SGD):
+    """As fused and capturable optimizers, with the meta device as the device."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("step", torch.zeros((), device="meta"))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_rehearsed_optimizer_holds_no_memory_of_the_device(stepped: bool) -> None:
+    model = nn.Linear(4, 4)
+    traced = trace_model(model, (torch.randn(1, 4),), loss_fn=Tensor.sum)
+    optimizer = CountingOnTheDevice(model.parameters())
+    if stepped:
+        optimizer.step()
+    mirrored = rehearse.fake_optimizer(optimizer, model, traced)
+    rehearse.dry_run_batch(traced, {}, KeepAll(), optimizer=mirrored)
+    assert [type(state["step"]) for state in mirrored.state.values()] == [FakeTensor] * 2
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_optimizer_over_lists_is_rehearsed_to_the_byte(optimizer: Any) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.dispatch import eagerly, forked_streams
+from jettison.capture.dispatch import eagerly
 from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
+from jettison.capture.randomness import forked_streams
 from jettison.capture.recorder import OpRecorder, RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.state_kinds import TENSOR_HOOKS

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.capture.isolation import Undo, handed_out, without_our_hooks
 from jettison.capture.op_traits import draws, is_bookkeeping, writes
 from jettison.capture.quick_fakes import QuickFakeMode
+from jettison.capture.randomness import forked_streams
 from jettison.capture.recorder import BY_HAND, OpRecorder
 from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_shapes, storage_of
 from jettison.capture.trees import op_leaves
@@ -141,12 +142,6 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     with unset_fake_temporarily():
         return torch.full(out.shape, 1 - torch.finfo(out.dtype).eps, dtype=out.dtype, device=out.device)
-
-
-def forked_streams() -> contextlib.AbstractContextManager[None]:
-    """Leave torch's random streams unmoved, so that a repeated draw gives the same numbers."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices=list(devices))
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ not on the list: recomputation of the state after them reruns them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -179,8 +180,26 @@ class Streams:
             stream.put_back()
 
 
+def forked_streams() -> contextlib.AbstractContextManager[None]:
+    """Leave torch's random streams unmoved, so that a repeated draw gives the same numbers."""
+    return torch.random.fork_rng(devices=list(range(len(torch.cuda.default_generators))))
+
+
+@contextlib.contextmanager
+def private_randomness(devices: Iterable[str]) -> Iterator[None]:
+    """Leave all streams unmoved, those of ``devices`` included; inside, they start from 0."""
+    if torch.cuda.is_available() and any(device.startswith("cuda") for device in devices):
+        torch.cuda.init()
+    with contextlib.ExitStack() as stack:
+        stack.callback(Streams.now().restore)
+        seed_streams(0)
+        yield
+
+
 def seed_streams(seed: int) -> None:
-    torch.manual_seed(seed)
+    # `torch.manual_seed` would also replace the seed of devices that are not in use yet, which nothing restores
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed)

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from jettison.capture.randomness import private_randomness
 from jettison.core.documents import document
 from jettison.core.errors import UsageError
 from jettison.core.process import cpu_name, told_by_linux
@@ -72,26 +73,18 @@ def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0,
     began = time.perf_counter()
     where = _device(device)
     sizes = sizes_for(where, short=short)
-    with torch.random.fork_rng(devices=[where.index or 0] if where.type == "cuda" else []):
-        torch.manual_seed(0)
+    with private_randomness([where.type]), torch.cuda.device(-1 if where.index is None else where.index):
         measured = _measured(where, sizes, QUICK_SECONDS if short else FULL_SECONDS, ranks, say)
     found = fit(measured, describe(where))
     return replace(found, took_seconds=time.perf_counter() - began)
 
 
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type == "cuda" and torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count():
-        return torch.device("cuda", device.index or 0)
-    if device.type != "cpu":
-        have = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        raise UsageError(f"got the device {name!r}; expected one that is here: {have}")
-    return torch.device("cpu")
+    have = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    wanted = {None: have[:2][-1], "cuda": "cuda:0"}.get(name, name)
+    if wanted not in have:
+        raise UsageError(f"got the device {name!r}; expected one that is here: {', '.join(have)}")
+    return torch.device(wanted)
 
 
 def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, say: Progress) -> Measured:
@@ -160,7 +153,8 @@ def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.
 
 def host_link(device: torch.device) -> float:
     """Bytes a second between an accelerator and its host, in the slower direction: half a second's measuring."""
-    nbytes, there, back = _host(device, clock_for(device), silent, seconds=0.5)
+    with torch.cuda.device(device):  # whose work the clock waits for
+        nbytes, there, back = _host(device, clock_for(device), silent, seconds=0.5)
     return nbytes / max(there, back)
 
 

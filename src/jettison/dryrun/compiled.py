@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.block_stand_ins import stand_in
-from jettison.capture.dispatch import forked_streams
 from jettison.capture.model_trace import BlockClass, CompiledProgram, CompileSettings, ModelTrace
+from jettison.capture.randomness import forked_streams
 from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.tensor_subclasses import plain

@@ -47,6 +47,7 @@ from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected
 from jettison.ledger.step_levels import StepLevels
+from jettison.runtime.witness import have_flag
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -542,10 +543,11 @@ def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Op
 
 
 def have_workspaces(device: torch.device) -> None:
-    """Run matmuls on this thread and on autograd's, which has handles of its own, so that the workspaces of cuBLAS and
-    cuBLASLt are allocated. Matmuls that are recomputed in backward run on autograd's thread.
+    """Allocate the workspaces of cuBLAS and cuBLASLt, by matmuls on this thread and on autograd's, which has handles of
+    its own and recomputes; and the flag of witnesses.
     """
     if device.type == "cuda":
+        have_flag(device)
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             _Products.apply(torch.ones(16, 16, device=device, requires_grad=True)).sum().backward()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.op_traits import writes
+from jettison.capture.randomness import private_randomness
 from jettison.capture.tensor_subclasses import parts_of, reach_of, storage_of
 from jettison.dryrun.counter import ALLOCATION_EVENT, quiet_profiler
 
@@ -170,7 +171,7 @@ class KernelRun:
 def workspaces(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception]:
     """Each kernel once; what it raised where it refuses its made-up arguments."""
     found: dict[str, KernelRun | Exception] = {}
-    with private_randomness(requests), torch.no_grad():
+    with private_randomness(r.device for r in requests), torch.no_grad():
         on_cpu = [request for request in requests if request.device == "cpu"]
         memory = StandInMemory()
         for start in range(0, len(on_cpu), TOGETHER):
@@ -179,14 +180,12 @@ def workspaces(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception
     return found
 
 
-def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemory | None = None) -> float:
-    """Least of a few runs; the first's if a second costs too much. ``memory``: of many timed requests, if shared."""
+def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemory) -> float:
+    """Least of a few runs; the first's if a second costs too much. ``memory``: of all timed requests."""
     if first_seconds > 10 * OPERATOR_BUDGET_SECONDS:
         return first_seconds
     samples: list[float] = []
-    private = private_randomness([request]) if memory is None else nullcontext()
-    given = StandInMemory() if memory is None else memory
-    with private, torch.no_grad(), _stand_ins(request, given) as (args, kwargs):
+    with torch.no_grad(), _stand_ins(request, memory) as (args, kwargs):
         start = time.perf_counter()
         while len(samples) < REPEATS or (len(samples) < 20 and time.perf_counter() - start < OPERATOR_BUDGET_SECONDS):
             samples.append(one_run(request.func, args, kwargs, request.device))
@@ -363,13 +362,3 @@ def _memory(meta: TensorMeta) -> Tensor:
     if (meta.dtype.is_floating_point or meta.dtype.is_complex) and meta.dtype.itemsize >= 2:
         flat.uniform_(0.1, 1.0)
     return flat.as_strided(meta.shape, meta.stride)
-
-
-@contextmanager
-def private_randomness(requests: Sequence[OpRequest]) -> Iterator[None]:
-    """Every generator is left as it was; inside, they start from 0."""
-    devices = {torch.device(r.device) for r in requests if r.device.startswith("cuda")}
-    indices = sorted({device.index or 0 for device in devices}) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=indices):
-        torch.manual_seed(0)
-        yield

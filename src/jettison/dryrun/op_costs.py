@@ -28,17 +28,11 @@ from torch import Tensor
 from jettison.capture.fakes import makes_sparse, sparse_workspace
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
+from jettison.capture.randomness import private_randomness
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import number_bytes
-from jettison.dryrun.kernel_trial import (
-    KernelRun,
-    OpRequest,
-    StandInMemory,
-    least_seconds,
-    private_randomness,
-    workspaces,
-)
+from jettison.dryrun.kernel_trial import KernelRun, OpRequest, StandInMemory, least_seconds, workspaces
 from jettison.dryrun.worker import run_apart
 from jettison.runtime.offload import free_host_bytes
 
@@ -96,7 +90,7 @@ def measure_ops(
 def _time(requests: Sequence[OpRequest], threads: int, deadline: float) -> None:
     """Make the seconds of prices precise, as long as there is time."""
     memory = StandInMemory()
-    with private_randomness(requests):
+    with private_randomness(r.device for r in requests):
         for request in requests:
             price = replace(_KNOWN[threads, request.key], rough=False)
             if price.seconds is not None and is_safe(request.func) and time.perf_counter() <= deadline:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
@@ -235,7 +235,7 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
     has_state = all(one.state for one in each_of(optimizer)) and all(p in one.state for one, p in trained)
     if not has_state:
         with _ready(parts, dry_step):
-            _first_step(dry_step, optimizer, parts[0].trace.device_type, workspace)
+            _first_step(dry_step, optimizer, parts[0].trace, workspace)
             if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
                 raise UsageError(
                     f"the state of {type(optimizer).__name__} has the sparse gradients of an Embedding(sparse=True) in "
@@ -249,11 +249,15 @@ _HAVE_STATE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose state was made, or was there: a step is enough for that."""
 
 
-def _first_step(dry_step: DryStep, optimizer: Any, device: str | None, workspace: Workspace | None = None) -> None:
-    with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
+def _first_step(dry_step: DryStep, optimizer: Any, trace: ModelTrace, workspace: Workspace | None = None) -> None:
+    with AllocationCounter(dry_step.alive(), workspace=workspace, device=trace.device_type) as counter:
         dry_step.leave_gradients(counter)
         with roughly(dry_step.modules[0]):
             optimizer.step()
+    # factories have no fake argument, so that steps on the device are real: its memory is not the planner's
+    for state in (state for one in each_of(optimizer) for state in one.state.values() if isinstance(state, dict)):
+        real = {k: v for k, v in state.items() if isinstance(v, Tensor) and not isinstance(v, FakeTensor)}
+        state.update({name: fake_batch(value, trace.mode) for name, value in real.items() if not value.is_cpu})
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -302,7 +306,7 @@ def dry_run_given(
     with _changed(model, change), trace.context(), quiet_gc():
         try:
             if optimizer is not None and not optimizer.state:
-                _first_step(step, optimizer, device)
+                _first_step(step, optimizer, trace)
             with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter, torch.enable_grad():
                 before = counter.live_bytes
                 output = call_model(model, trace.batch)
@@ -360,7 +364,7 @@ def optimizer_over(
     own = [value for one in (optimizer, *inside) for value in _own_attributes(one).values()]
     for value in (*tree_leaves(list(optimizer.state.values())), *tree_leaves(own)):
         if isinstance(value, Tensor) and id(value) not in memo:
-            memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
+            memo[id(value)] = value.clone() if value.dim() == 0 and value.is_cpu else fake_batch(value, mode)
     states: Any = torch.optim.Optimizer.__getstate__  # torch's own leaves the attributes of its classes out
     with swapped(torch.optim.Optimizer, __getstate__=lambda self: {**_own_attributes(self), **states(self)}):
         made: torch.optim.Optimizer = copied(optimizer, memo)

@@ -392,7 +392,7 @@ class _Flag:
 
 
 _flags: dict[torch.device, _Flag] = {}
-"""By device, from the first uncaptured backward on: a flag created in a graph would be cleared by each replay."""
+"""By device, from the first plan or uncaptured backward on: replays would clear a flag created in a graph."""
 
 
 def _by_kind(
@@ -416,13 +416,14 @@ def _any_difference(looks: list[Look]) -> bool:
         one = torch.ne(bits_of(torch.cat(before_all)), bits_of(torch.cat(after_all))).any()
         differs[device] = one if device not in differs else differs[device] | one
     real = {device: one for device, one in differs.items() if not isinstance(one, FakeTensor)}
-    found = False
-    for device, one in real.items():
-        flag = _flags.get(device)
-        found |= bool(one | flag.is_wrong if flag is not None and flag.captured else one)
-        if flag is None:
-            _flags[device] = _Flag(is_wrong=one.zero_())
-    return found
+    return any(bool(one | have_flag(device).is_wrong) for device, one in real.items())
+
+
+def have_flag(device: torch.device) -> _Flag:
+    """Allocate the flag of a device, outside of a capture. A planner does before it counts the memory in use."""
+    if device not in _flags:
+        _flags[device] = _Flag(is_wrong=torch.zeros((), dtype=torch.bool, device=device))
+    return _flags[device]
 
 
 def _compare_in_graph(looks: list[Look]) -> None:

@@ -149,8 +149,8 @@ def joined() -> Iterator[World]:
     destroyed. If this rank fails alone, the waiting ranks get the reason.
     """
     cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))  # of devices that a rank sees: a launcher may show it its own alone
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     ours = not dist.is_initialized()
