@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -384,7 +385,13 @@ def by_number(y: Tensor) -> Tensor:
     return y.square().mean() * float(y.abs().max())
 
 
-@pytest.mark.parametrize("decide", [by_branch, by_mask, by_rows, by_number])
+def by_array(y: Tensor) -> Tensor:
+    """As a matcher pairs boxes outside of torch."""
+    order = np.argsort(y.detach().sum(-1).numpy()), np.asarray(y.detach().argmax(-1))
+    return (y[torch.as_tensor(order[0].copy())] * torch.as_tensor(order[1])[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("decide", [by_branch, by_mask, by_rows, by_number, by_array])
 def test_code_around_the_blocks_that_decides_by_values(decide: Callable[[Tensor], Tensor]) -> None:
     trace = trains_the_same(Choosing(decide), (torch.randn(6, 4),), (torch.randn(6, 4),))
     assert len(trace.calls) == 3
@@ -427,8 +434,8 @@ def test_a_mask_of_the_batch_tells_how_many_are_selected() -> None:
     assert not trace.warnings
 
 
-def test_values_that_python_reads_around_the_blocks_are_one_clear_error() -> None:
-    model = Choosing(lambda y: y.square().mean() * float(y.detach().numpy().max()))
+def test_an_address_that_python_asks_for_around_the_blocks_is_one_clear_error() -> None:
+    model = Choosing(lambda y: y.square().mean() * (1 + y.data_ptr() % 2))
     with pytest.raises(TraceError, match="decides by values that are not known when it is planned"):
         trace_model(model, (torch.randn(6, 4),))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from jettison.capture.op_traits import writes
@@ -275,6 +276,10 @@ def handed_out(undo: Undo) -> Iterator[None]:
 def _noting_memory(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, FakeTensor) and method.__name__ in ("numpy", "__array__"):
+            number = torch.ops.aten._local_scalar_dense.default(tensor)  # as for `item`: made up, or an error
+            with _disable_current_modes():
+                return method(torch.full(tensor.shape, number, dtype=tensor.dtype), *args, **kwargs)
         # torch and Jettison ask for addresses to compare them
         asks = sys._getframe(1).f_globals.get("__name__", "")
         undos = [undo for thread, undo in tuple(_UNDOING) if thread == threading.get_ident()]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import op_traits
@@ -257,10 +257,6 @@ _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 """Op that `torch.tensor` and assignments of numbers apply to the tensor that they have just made."""
 TargetOutput = tuple[tuple[int, int], ...]
 """Buffers that are overwritten, each with its successor."""
-
-
-class ValuesRead(TraceError):
-    """Python wants the values of a fake tensor."""
 
 
 class SavedView(NamedTuple):
@@ -697,7 +693,7 @@ class OpRecorder:
     def read_by_hand(self, tensor: Tensor) -> None:
         """Note that Python read a tensor's values without an op (``tolist``, ``numpy``)."""
         if type(plain(tensor)) is FakeTensor:
-            raise ValuesRead("it reads values out of a tensor (tolist, numpy)")
+            raise UnsupportedOperatorException("Python asks for its memory (data_ptr, DLPack)")
         if self.knows(tensor) and not self._is_constant(self.ref(tensor).buffer):
             self._note_read(tensor)
 

@@ -28,7 +28,7 @@ from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mod
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.randomness import default_stream
-from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef, ValuesRead
+from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.state_kinds import StreamState
@@ -282,18 +282,17 @@ class Tracer:
         """Record code around the blocks. If it reads values of fake tensors, raise `OtherRegions` if the module that
         reads them can be a region (there is a real one to observe), or values can be made up; else a `TraceError`.
         """
-        guesses = isinstance(self.mode, StepFakeMode) and self.mode.guesses
         try:
             with self.capture, self.capture.recording(root):
                 yield
-        except (*VALUES_WANTED, ValuesRead) as error:
+        except VALUES_WANTED as error:
             path = root.where
             got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in self.names)
             if path and apart and self.real is not None:
                 why = f"what {path} does depends on values ({got}), so that it is a region of its own"
                 raise OtherRegions([*self.names, path], why) from error
-            if not guesses and not isinstance(error, ValuesRead):
+            if isinstance(self.mode, StepFakeMode) and not self.mode.guesses:
                 why = (
                     f"what {path or 'the model'} does around its blocks depends on values that are not known when it "
                     f"is planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; "
