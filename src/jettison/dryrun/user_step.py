@@ -63,7 +63,7 @@ def is_schedule(thing: Any) -> bool:
 
 
 def stages_of(schedule: Scheduled) -> list[PipelineStage]:
-    """Return a rank's stages, in the order of the model; `UnsupportedModule` for one that is no `PipelineStage`."""
+    """Return a rank's stages in model order. Raise `UnsupportedModule` if one is no `PipelineStage`."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -96,7 +96,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """A call of a model with gradients. Arguments that came out of the batch alone are real, others are fake."""
+    """A call of a model with gradients. Arguments computed from the batch alone are real, others are fake."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -109,7 +109,7 @@ class ModelCall:
 
     @property
     def uniform(self) -> tuple[bool, ...]:
-        """Whether all values of each of its integer and Boolean tensors are known to be equal."""
+        """For each integer or Boolean tensor, whether all of its values are known to be equal."""
         found = (plain(t) for t in _tensors((self.args, self.kwargs)) if not t.is_floating_point())
         return tuple(map(is_uniform, found))
 
@@ -127,7 +127,7 @@ class ModelUse:
 
     @property
     def kinds(self) -> list[ModelCall]:
-        """Calls with other arguments or padding, one of each kind; first the one that is given most."""
+        """One call for each kind of arguments and padding; the one with the most bytes comes first."""
         found: dict[Any, ModelCall] = {}
         for call in sorted(self.calls, key=lambda call: -call.nbytes):
             found.setdefault((call_signature(call.args, call.kwargs)[1], call.switches, call.uniform), call)
@@ -161,14 +161,13 @@ def observe(
     counted: Counted | None = None,
     real: Sequence[nn.Module] = (),
 ) -> ObservedStep:
-    """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
-    computed with, nothing stays behind. Raise `UsageError` if no model is called with gradients, or there is no
-    backward.
+    """Run a step on fake copies, once for each batch, and record how it calls each module. No real tensor is computed
+    with, and all state is restored. Raise `UsageError` if no model is called with gradients, or no backward runs.
 
     Args:
         optimizer, copied: the loop's, and its copy over fake parameters.
-        counted: is told what the step allocates.
-        real: modules that the copies stand for, also where the step's code holds them (a closure, ``self.model``).
+        counted: records what the step allocates.
+        real: the copied modules, which the step's code may also reference (a closure, ``self.model``).
     """
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]
@@ -287,7 +286,7 @@ class _Watcher:
         self.held[call] = _marked(made, start)
 
     def asked(self, call: int, ends: Sequence[Tensor]) -> None:
-        """A backward has come to a call."""
+        """Note that a backward has reached a call."""
         self.unasked.discard(call)
         kinds = backward_kinds(ends)
         self.use.backwards |= kinds
@@ -304,11 +303,11 @@ def _without_a_plan(uses: Iterable[ModelUse]) -> UsageError:
 
 
 class _GraphMark:
-    """Lives as long as a node that has it."""
+    """Object that lives as long as a node with it in its metadata."""
 
 
 def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_GraphMark]:
-    """A mark at all nodes behind some tensors, from the one of that number on."""
+    """Add a mark to all graph nodes of some tensors, from this sequence number on."""
     mark = _GraphMark()
     for node in nodes_behind(outputs, start):
         if node.next_functions:
@@ -317,7 +316,7 @@ def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_GraphMark]:
 
 
 def _apart(leaf: Any) -> Any:
-    """An argument without the graph that it came from."""
+    """Detach a fake argument from its graph."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, FakeTensor) else leaf
 
 
@@ -334,7 +333,7 @@ def _parts(real: Sequence[nn.Module], copies: Sequence[nn.Module]) -> Iterator[t
 def _on_fakes(
     step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode, real: Sequence[nn.Module]
 ) -> Iterator[None]:
-    """Context of a step's runs: values that its code reads (``loss.item()``) are made up, warnings held back."""
+    """Context of a step's runs: values that its code reads (``loss.item()``) are fake; warnings are suppressed."""
     own: Any = FakeTensor.__format__
     with (
         warnings.catch_warnings(action="ignore"),
@@ -352,16 +351,16 @@ def _on_fakes(
 
 
 class UserStep:
-    """Somebody's step as a `DryStep`. Of several batches each has a step; what is said is the most of any.
+    """The user's step as a `DryStep`. Of several batches each runs a step, and the largest figures count.
 
     Args:
         copies: of the step's models, in the order in which it takes them.
         planned: which of their modules run under plans, by number.
         batches: the largest last.
-        gradients: what the step was seen to leave at parameters (`ModelUse`).
+        gradients: those that the observed step leaves at parameters (`ModelUse`).
         gradients_preallocated: parameters have gradients when the step begins.
         optimizer, copied: the loop's, and its copy over the fake parameters.
-        seen: the step's optimizers. Where it runs some itself, it begins with the gradients that it left the last time.
+        seen: the optimizers that the step runs itself. Such a step begins with the gradients of the previous one.
         real: see `observe`.
     """
 
@@ -399,7 +398,7 @@ class UserStep:
 
     @contextlib.contextmanager
     def context(self, trace: ModelTrace) -> Iterator[None]:
-        """Under the switches of planning's start: leaving the step's own autocast has to empty its cache."""
+        """Context with the global switches of planning's start, so that the step's own autocast empties its cache."""
         with (
             as_signed(self.switches),
             _on_fakes(self.step, self.all, self.batches, trace.mode, self.real),
@@ -452,7 +451,7 @@ class UserStep:
 
 @contextlib.contextmanager
 def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Let the loop's optimizers step fake parameters within this context."""
+    """Context in which the loop's optimizers step fake parameters."""
     pairs = list(zip(each_of(optimizer), each_of(copied), strict=True))
     own = [dict(vars(real)) for real, _ in pairs]
     for real, fake in pairs:
@@ -468,7 +467,7 @@ def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Opt
 
 @contextlib.contextmanager
 def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
-    """Tell ``stepped`` each optimizer's number before its step. `UsageError` for one that the plan was not given."""
+    """Call ``stepped`` with each optimizer's number before its step. `UsageError` for one unknown to the plan."""
     numbers = {id(one): number for number, one in enumerate(each_of(optimizer))}
 
     def steps(one: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,10 +1,10 @@
-"""A model that is built without its weights, which are made later, one tensor at a time, as its constructor would have.
+"""Deferred initialization: a model is built on ``meta``, and its weights are made later, one tensor at a time.
 
 NOTE [ Weights later ]
-The constructor runs on fake tensors while a dispatch mode writes down every operator that makes or changes one. The
-model then has parameters on ``meta``, which are cut and sharded at no cost. `Deferred.fill` runs the operators again,
-for real and in their order: every random number is the one that the constructor would have drawn, so the weights are
-bitwise those of the model built whole. A tensor is handed over as soon as nothing changes it any more.
+The constructor runs on fake tensors while a dispatch mode records every operator that makes or changes one. The model
+then has parameters on ``meta``, which are split and sharded at no cost. `Deferred.fill` runs the recorded operators on
+real tensors, in order: every random number is the one that the constructor would have drawn, so the weights are bitwise
+those of a full build. A tensor is passed on and freed once no later operator changes or reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EMPTY: Final = frozenset(
 _OVERWRITES: Final = frozenset(
     ["copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_"]
 )
-"""Operators whose result does not hang on what was there before."""
+"""Operators whose result does not depend on the former values."""
 _REFUSED: Final = frozenset({"set_", "resize_", "resize_as_"})
 
 
@@ -56,7 +56,7 @@ class _Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class _ConstructorOp:
-    """An operator, its arguments with places instead of tensors, and what it returned that is new."""
+    """An operator, its arguments with `TensorRef` in place of tensors, and its new storages."""
 
     func: Any
     leaves: list[Any]
@@ -81,7 +81,7 @@ class _Constructor:
     storages: list[_EmptyStorage]
 
     def run(self, finish: Callable[[int, torch.UntypedStorage], None], wanted: Collection[int]) -> None:
-        """Make these storages; each is handed over once nothing changes or reads it any more, and let go of."""
+        """Make these storages. Each is passed to ``finish`` and freed once no operator changes or reads it any more."""
         ends, lasts = self._needed(wanted)
         held: dict[int, torch.UntypedStorage] = {}
         for number in sorted(ends):
@@ -98,8 +98,8 @@ class _Constructor:
         return any(self.ops[number].draws for number in self._needed(wanted)[0])
 
     def _needed(self, wanted: Collection[int]) -> tuple[dict[int, set[int]], dict[int, int]]:
-        """The operators to run, each with the storages that nobody reads after it; and by storage, which is the last.
-        Of those whose result is not needed, the ones that move the stream of a later one are run.
+        """Operators to run, each with the storages whose last use it is; and the last writing operator of each storage.
+        Operators with unneeded results run if they move the random state of a later one.
         """
         live: set[int] = set(wanted)
         ends: dict[int, set[int]] = {}
@@ -146,7 +146,7 @@ class _Constructor:
 
 
 class _ConstructorRecorder(TorchDispatchMode):
-    """Writes operators down. Entered inside of a fake mode."""
+    """Records operators. Enter it inside a fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -170,14 +170,14 @@ class _ConstructorRecorder(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> TensorRef:
-        """Storage and view of a tensor that the recording made."""
+        """Storage and view of a recorded tensor."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
             raise NotDeferrable("it reads a tensor from a file, or from before it began")
         return TensorRef.of(number, tensor)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The tensor, for real."""
+        """The tensor with its values."""
         place = self.place(tensor)
         if self.program.draws({place.buffer}):
             raise NotDeferrable("it looks at a random number")
@@ -203,7 +203,7 @@ class _ConstructorRecorder(TorchDispatchMode):
             written.add(self.place(tensor).buffer)
         new = {place.buffer for place in made if place is not None}
         if not written and not new:
-            return  # a view, or a question
+            return  # a view, or a property of a tensor
         overwrites = set(new)
         if name in _OVERWRITES and self._is_whole(changed[0]):
             overwrites |= written
@@ -226,7 +226,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         )
 
     def _met(self, tensor: Any) -> TensorRef | None:
-        """A place for a tensor whose storage is new."""
+        """Reference to a tensor with a new storage, which is noted; None for others."""
         if not isinstance(tensor, FakeTensor):
             return None
         storage = tensor.untyped_storage()
@@ -243,7 +243,7 @@ class _ConstructorRecorder(TorchDispatchMode):
 
 @dataclass(kw_only=True)
 class Deferred:
-    """A model on ``meta``, but for its buffers, and how to make its weights: see NOTE [ Weights later ]."""
+    """A model on ``meta``, except for its buffers, and the recorded operators that make its weights."""
 
     model: nn.Module
     _program: _Constructor
@@ -251,11 +251,11 @@ class Deferred:
     _streams: Streams
 
     def fill(self, tensors: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], None]) -> None:
-        """``put(tensor, values)`` for each of these parameters by their names in the model, with its whole values.
-        Raise `NotDeferrable` if a tensor that was given to the constructor is another by now.
+        """Call ``put(tensor, values)`` for each of these parameters, by their names in the model, with the full values.
+        Raise `NotDeferrable` if a tensor that the constructor was given has changed.
 
-        Random streams go on from where they were before the model was built to where its constructor would have left
-        them, if a later parameter asks for that.
+        Random states are set to those before the model was built, and move as in its constructor, up to the last
+        operator that is needed.
         """
         wanted: dict[int, list[str]] = {}
         for name in tensors:
@@ -271,9 +271,8 @@ class Deferred:
 
 
 def deferred(make: Callable[[], nn.Module]) -> Deferred:
-    """Build a model without its weights. Nothing is drawn; random streams stay where they are. ``make``: the
-    constructor, on the device that the weights are to be made on. Raise `NotDeferrable` if it does what cannot be
-    written down, and whatever it raises on fake tensors.
+    """Build a model without its weights, and without a change of random states. ``make``: the constructor, on the
+    device of the weights. Raise `NotDeferrable` if it cannot be recorded, and whatever it raises on fake tensors.
     """
     mode = fake_mode(allow_non_fake_inputs=True)
     before = Streams.now()
@@ -298,7 +297,7 @@ def _at(place: TensorRef, storage: torch.UntypedStorage) -> Tensor:
 
 
 def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[str, TensorRef]) -> None:
-    """Meta parameters for fake ones; real tensors for all others that modules hold."""
+    """Replace fake parameters by meta ones, and all other fake tensors of modules by real ones."""
     with recorder.mode:
         plain = {*vars(torch.empty(0)), "_is_param"}
     owners: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""A model that nobody has described, recorded: transformers builds it on fake tensors, and a trace fills the record.
+"""Models without a closed form: transformers builds them on fake tensors, and a traced forward gives their programs.
 
-One forward is traced for each batch, precision and attention that somebody asks about, and kept. What a trace cannot
-know is refused where it is asked: how ranks would share a block, other kernels, another dropout. Recorded kernels are
-those of the CPU: a fused attention keeps there what it keeps on a GPU, a dropout mask is as wide as what it masks.
+One forward is traced for each batch, precision and attention, and cached. Options that a trace cannot answer are
+refused: tensor parallelism inside a block, other kernels, another dropout. Recorded kernels are those of the CPU: fused
+attention saves the same tensors as on a GPU; a dropout mask has the dtype of its input.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from jettison.spec.precision import Precision, precision
 from jettison.spec.run import RegionSignature
 
 MOST_POSITIONS: Final = 2**31
-"""The limit where positions have none."""
+"""Limit of models without a limit of positions."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedConfig(RegionRecorder):
-    """The blocks of a ``config.json``.
+    """Recorder of the regions of a ``config.json``.
 
     Args:
         text: the configuration, as JSON with sorted keys.
         takes_tokens: its batch is of sequences, and not of images, whose size the configuration fixes.
-        attention: as somebody asked for it; None: as transformers builds it.
+        attention: requested implementation; None: transformers' default.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class RecordedConfig(RegionRecorder):
         return f"the architecture {self.kind}"
 
     def regions(self, signature: RegionSignature) -> RecordedRegions:
-        """All regions of a signature; one trace for all signatures that it cannot tell apart."""
+        """All regions of a signature. Signatures that do not differ for a trace share one."""
         return _recorded(self, self.case(signature.seq, signature.micro_batch, signature.precision))[0]
 
     def case(self, seq: int, micro_batch: int, precision: Precision) -> _Case:
@@ -150,7 +150,7 @@ def _idle(trace: ModelTrace) -> list[str]:
 
 
 def _part(model: nn.Module, name: str, run: set[int]) -> str:
-    """The outermost module of a parameter that has nothing in it that runs."""
+    """Outermost module around a parameter of which no parameter is used."""
     pieces = name.split(".")
     for length in range(1, len(pieces)):
         part = ".".join(pieces[:length])
@@ -179,9 +179,9 @@ def _trace(source: RecordedConfig, case: _Case) -> ModelTrace:
 
 
 def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str) -> ModelSpec:
-    """The model that a decoded ``config.json`` stands for, with blocks as a trace has them. The ``request`` decides the
-    batch of the first trace, so that the answer needs no second one. Raise `UsageError` if transformers does not know
-    it, cannot build it, or it cannot be recorded.
+    """The model of a decoded ``config.json``, with blocks from a trace. The first trace uses the batch of ``request``,
+    so that no second one is needed. Raise `UsageError` if transformers does not know the model or cannot build it, or
+    if it cannot be recorded.
     """
     kind = str(values.get("model_type"))
     config = config_of(values, name)
@@ -237,7 +237,7 @@ def _inner(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(config: Any, *names: str) -> int:
-    """The first of these that is a whole number; 0: none."""
+    """The first whole number of these; 0 if there is none."""
     for name in names:
         with contextlib.suppress(Exception):  # a key that differs from layer to layer may not be asked for
             found = getattr(config, name, None)
@@ -294,7 +294,7 @@ class _TraceRegions:
 
     @cached_property
     def owned(self) -> tuple[list[dict[str, Weight]], dict[str, Weight]]:
-        """By call the parameters that it is the first to have, and those of no block, each by its name."""
+        """Parameters by name: of each call those that no earlier call has, and those outside of blocks."""
         seen: set[int] = set()
         by_call = []
         for call in self.trace.calls:
@@ -326,7 +326,7 @@ class _TraceRegions:
 
     @cached_property
     def handed_on(self) -> list[frozenset[int]]:
-        """By call, what it keeps of its results that another block keeps as its argument: that one pays."""
+        """Kept outputs of each call that are counted in another block, which saves them as its argument."""
         found, blocks = [], self.trace.root.blocks
         elsewhere = {blocks[b] for b in self.kept_alone if b in blocks}  # results by call and leaf
         for index, call in enumerate(self.trace.calls):
@@ -339,11 +339,11 @@ class _TraceRegions:
 
     @cached_property
     def kept_alone(self) -> set[int]:
-        """Buffers of the root that a block keeps as an argument that it alone is given."""
+        """Buffers of the root that a block saves as an argument of its own, not shared with other blocks."""
         return {root for root, free in self._kept_arguments() if not free}
 
     def _kept_arguments(self) -> Iterator[tuple[int, bool]]:
-        """Buffers of the root that blocks keep, and whether a block counts them as others'."""
+        """Yield buffers of the root that blocks save, and whether they are counted outside of that block."""
         for call in self.trace.calls:
             program = self.called(call).trace.program
             inputs = self.called(call).trace.inputs
@@ -373,14 +373,14 @@ class _TraceRegions:
 
     @cached_property
     def saved_before(self) -> set[int]:
-        """Buffers that the part before the blocks saves for itself, or for several of them."""
+        """Buffers that ops before the blocks save, or that several blocks save."""
         maker = self._maker(self.parts[0], {}, set())
         back = {value.storage: b for b, value in maker.values.items()}
         return {back[s.value.storage] for step in maker.tape.steps for s in step.saved} | self.held
 
     @cached_property
     def held(self) -> set[int]:
-        """Buffers that several blocks keep, and that none of them counts."""
+        """Buffers that several blocks save, and that no block counts."""
         shared = {root for root, free in self._kept_arguments() if free} - self.kept_alone
         return {b for b in shared if self._costs(b) and not self._kept_inside(b)}
 
@@ -389,7 +389,7 @@ class _TraceRegions:
         return not buffer.free and buffer.source is not Source.PARAMETER and b not in self.trace.root.names
 
     def _kept_inside(self, b: int) -> bool:
-        """Whether the block that made it keeps it as well."""
+        """Whether the block that computed a buffer also saves it."""
         if b not in self.trace.root.blocks:
             return False
         call, leaf = self.trace.root.blocks[b]
@@ -444,7 +444,7 @@ class _TraceRegions:
         return here - elsewhere
 
     def _loss(self, maker: TapeMaker) -> Value:
-        """The first scalar of the output, or the last that was made."""
+        """The loss: the first scalar of the output, else the last computed scalar with a gradient."""
         leaves = [leaf for leaf in self.trace.root.output_leaves if isinstance(leaf, TensorRef) and not leaf.size]
         if leaves:
             return maker.value(leaves[0].buffer)
@@ -482,14 +482,14 @@ _SHARED: Final = "shared input"
 
 @dataclass(kw_only=True)
 class TapeMaker:
-    """Writes down ops of a recording, in their order.
+    """Writer of a recording's ops, in order, to a `Tape`.
 
     Args:
-        module: whose forward it is.
-        weights: by name of a parameter of the module, how it is counted; another that is read is somebody else's.
-        free: buffers that somebody else pays for.
-        streams: buffers from outside through which backward passes a gradient.
-        part: the ops, where they are not all; otherwise buffers keep their numbers.
+        module: the recorded one.
+        weights: counted here, by the module's names of parameters; other parameters are counted elsewhere.
+        free: buffers that are counted elsewhere.
+        streams: inputs through which backward passes a gradient.
+        part: ops to write, if not all. With all ops, buffers keep their numbers.
     """
 
     trace: RegionTrace
@@ -549,7 +549,7 @@ class TapeMaker:
     # values -----------------------------------------------------------------------------------------------------------
 
     def value(self, b: int, *, grad: bool = False) -> Value:
-        """The whole of a buffer. Who asks first says whether a gradient passes."""
+        """Value of a full buffer; ``grad`` counts at the first request only."""
         if b in self.values:
             return self.values[b]
         buffer = self.trace.program.buffers[b]
@@ -588,7 +588,7 @@ class TapeMaker:
         return found
 
     def _form(self, b: int) -> tuple[tuple[int, ...], str]:
-        """A shape and a dtype that make the buffer's bytes."""
+        """Shape and dtype with as many bytes as the buffer."""
         nbytes, view = self.trace.program.buffers[b].nbytes, self.views.get(b)
         if view is None:
             return (nbytes,), "uint8"
@@ -598,7 +598,7 @@ class TapeMaker:
         return ((nbytes // DTYPE_BYTES[dtype],), dtype) if nbytes % DTYPE_BYTES[dtype] == 0 else ((nbytes,), "uint8")
 
     def _views(self) -> dict[int, TensorRef]:
-        """Each buffer as the op that makes it sees it, else as an argument, else as whoever saved it does."""
+        """View of each buffer: its op's output, else an argument, else a saved tensor."""
         found: dict[int, TensorRef] = {}
         made = [ref for call in self.trace.calls for ref in call.outputs if ref is not None]
         for ref in (*made, *self.trace.given.values(), *self.trace.slots):
@@ -606,7 +606,7 @@ class TapeMaker:
         return found
 
     def _weight(self, b: int) -> Weight | None:
-        """The parameter that a buffer is, however it is counted."""
+        """The parameter in a buffer, whether it is counted here or elsewhere; None for other buffers."""
         name = self.trace.names.get(b)
         tensor = None if name is None else self.parameters.get(name)
         if name is None or tensor is None or self.trace.program.buffers[b].source is not Source.PARAMETER:
@@ -632,13 +632,13 @@ class TapeMaker:
 
 
 def _name(op: Op) -> str:
-    """As prices know it: fused attention is one op, whatever the device."""
+    """Name of an op in the cost model: fused attention is one op on every device."""
     name = base_name(op)
     return FLASH if name.startswith(_ATTENTION) else BATCHED if name == "baddbmm" else op.name
 
 
 def _spread(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], weights: Sequence[Weight]) -> int:
-    """Bytes of a smaller factor's gradient, which is made in the product's shape and then summed."""
+    """Transient bytes of a broadcast factor's gradient, which has the product's shape before it is summed."""
     if base_name(op) not in _FACTORS or not outputs:
         return 0
     size = prod(outputs[0].shape)

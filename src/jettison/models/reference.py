@@ -1,4 +1,4 @@
-"""Models of record: small, readable, with nothing in them about parallelism.
+"""Reference models: small and readable, without code for parallelism.
 
 `Gpt` is the transformer of arXiv 2205.05198, Figures 2 and 3: pre-norm, learned positions, dropout, scores and
 probabilities as tensors, a GeLU block of 4h, activations s × b × h as in Megatron. In 16-bit one of its layers holds
@@ -6,9 +6,9 @@ sbh(34 + 5as/h) bytes for backward, and the statistics of two norms. `Llama` is 
 2302.13971, grouped heads of 2305.13245): RMSNorm, rotary positions, SwiGLU, fused attention, b × s × h.
 
 s sequence · b micro-batch · h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary.
-Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them, and may be given
-some tokens of a sequence with their positions, where `core` meets the keys of the others. Both keep documents that
-share a row apart where they are told their numbers (`document_numbers`).
+Both infer the number of heads from their tensors, so that a rank may have some of them. They also take some tokens of a
+sequence with their positions, if `core` reads the keys of the other ranks. With document numbers (`document_numbers`),
+attention stays within the documents of a row.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.nn import functional
 from jettison.core.errors import UsageError
 
 Part = tuple[Tensor, int]
-"""Positions of the n tokens at hand, and the length s of their sequence. Documents cover all of it, b × s."""
+"""Positions of a rank's n tokens, and the length s of their sequence. Documents cover all of it, b × s."""
 
 
 class Reference(nn.Module):
     """A language model.
 
     ``seq_first``: activations are s × b × h; ``embedded``: function of ids that returns the first layer's input;
-    ``layer_inputs``: of every layer's arguments besides its stream.
+    ``layer_inputs``: function that returns each layer's arguments, except its hidden states.
     """
 
     seq_first: bool
@@ -49,7 +49,7 @@ class Reference(nn.Module):
         documents_bs: Tensor | None = None,
         part: Part | None = None,
     ) -> Tensor:
-        """Logits; or the mean loss, given for every position the token that follows it."""
+        """Logits; or the mean loss, if labels (the next token of every position) are given."""
         x = self.embedded(ids_bs, documents_bs, part)
         inputs = self.layer_inputs(ids_bs.shape[1], x, documents_bs, part)
         for layer in self.layers:
@@ -91,7 +91,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero a share of x and scale the rest up, while training."""
+        """Zero a share of x and scale the rest, in training mode."""
         return torch.native_dropout(x, self.p, True)[0] if self.training and self.p else x
 
 
@@ -302,7 +302,7 @@ RECORD: Final[Mapping[str, tuple[Any, Any]]] = {kind.__name__.lower(): (kind, si
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
-    """0 where a row may look, minus infinity where it may not: s × s."""
+    """Additive mask: 0 for visible keys, minus infinity for others: s × s."""
     return torch.full((s, s), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
 
 
@@ -318,7 +318,7 @@ def rotary_tables(
 
 
 def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of each head by their position's angles."""
+    """Rotate the pairs (i, i + d/2) of each head by their position's angles."""
     first, second = x_basd.chunk(2, dim=-1)
     return x_basd * cos_sd + torch.cat((-second, first), dim=-1) * sin_sd
 
@@ -357,7 +357,7 @@ def positions_within(documents_bs: Tensor) -> Tensor:
 
 
 def document_mask(documents_bs: Tensor, dtype: torch.dtype, positions_n: Tensor | None = None) -> Tensor:
-    """0 where a token may look, itself and what stands before it in its document; else minus infinity: b × 1 × s × s.
+    """Additive mask: 0 for a token and earlier ones of its document, else minus infinity: b × 1 × s × s.
     Added to scores: kernels that take a mask of bits make one of these from it, each layer its own. ``positions_n``: of
     the tokens whose rows are wanted, b × 1 × n × s; by default all.
     """
@@ -380,6 +380,6 @@ def _not_after(positions_n: Tensor, s: int) -> Tensor:
 
 
 def gemm_dtype(like: Tensor) -> torch.dtype:
-    """Return the type that matmuls of such tensors are computed in."""
+    """Return the dtype in which matmuls of such tensors are computed."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
