@@ -1,10 +1,10 @@
 """A `FakeTensorMode` with a quicker cache.
 
-A dry run asks for the same shapes block after block and plan after plan, and torch's own cache spends most of its time
-on computing its key. Here results are cached under a cheaper key: of each tensor its memory layout, of everything else
-type and value. It caches whatever torch's cache does, and some calls that torch excludes although layouts alone decide
-them: results in ``out=``, `_unsafe_view`, calls with real tensors among fake ones (an embedding's indices). Calls
-without such a key use torch's path.
+A dry run computes the same shapes block after block and plan after plan, and torch's own cache spends most of its time
+on computing its key. Here results are cached under a cheaper key: the memory layout of each tensor, and the type and
+value of all other arguments. It caches all calls that torch's cache does, and some that torch excludes although layouts
+alone determine them: results in ``out=``, `_unsafe_view`, calls with real tensors among fake ones (an embedding's
+indices). Calls without such a key use torch's path.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 
 
 @functools.lru_cache(maxsize=4096)
-def _hangs_on_layouts(func: Any) -> bool:
-    """Whether layouts, and values that are no tensors, determine an operator's results, and their memory."""
+def _depends_on_layouts(func: Any) -> bool:
+    """Whether layouts and non-tensor values determine an operator's results, and their memory."""
     if func in _LIFTS or func.namespace not in ("aten", "prims", "fsdp") or any(tag in func.tags for tag in _TOUCHY):
         return False
     return not _is_composite(func)
@@ -97,7 +97,7 @@ def _reads_tensors(func: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _may_view(func: Any) -> bool:
-    """Whether it may return a tensor in the memory of another one, so that storage offsets matter."""
+    """Whether it may return a view, so that storage offsets matter."""
     return bool(
         func.is_view or func._schema.name in _IN_ITS_MEMORY or _is_composite(func) or "as_strided" in func.name()
     )
@@ -149,7 +149,7 @@ class QuickFakeMode(FakeTensorMode):
             answer, self._answer = self._answer, None
             cached = answer is not None and answer[0] is func and answer[1] is args and answer[2] is out
             # in-place calls have changed their arguments, which then differ from the key
-            if key is not None and (cached or (_hangs_on_layouts(func) and key == self._key(func, args, kwargs))):
+            if key is not None and (cached or (_depends_on_layouts(func) and key == self._key(func, args, kwargs))):
                 made = _made(func, args, kwargs, out)
                 if made is not None:
                     self._remembered[key] = (isinstance(out, tuple), made)

@@ -196,7 +196,7 @@ _AROUND: Place = ("", -1, False)
 
 
 def _take_apart(leaves: list[Any], shared: set[int]) -> None:
-    """Give shared leaves storages that nobody else refers to, so that their last references are seen."""
+    """Give shared leaves storages without other references, so that their last references are seen."""
     fakes = [p for p in shared if type(leaves[p]) is FakeTensor and leaves[p].layout is torch.strided]
     refs = [TensorRef.of(storage_of(leaves[p]), leaves[p]) for p in fakes]
     made = tensors_made(refs, leaves[fakes[0]].device, like=leaves[fakes[0]]) if fakes else ()
@@ -210,7 +210,7 @@ def _take_apart(leaves: list[Any], shared: set[int]) -> None:
 
 
 def given_to_block(leaves: list[Any], shared: set[int], is_over: Callable[[], object] = bool) -> list[Any]:
-    """Leaves like these, owned by the call alone but for the shared ones. ``is_over``: called when backward arrives."""
+    """Leaves like these, referenced by the call alone except shared ones. ``is_over``: called when backward arrives."""
     given: list[Any] = []
     together: dict[int, list[int]] = {}  # storage -> positions of leaves made in it
     for position, leaf in enumerate(leaves):
@@ -232,7 +232,7 @@ def given_to_block(leaves: list[Any], shared: set[int], is_over: Callable[[], ob
 
 
 class _FromNowhere(torch.autograd.Function):
-    """Tensors without a source, whose gradients are discarded."""
+    """Source of tensors whose gradients are discarded."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, refs: Any, trained: list[bool], device: Any, is_over: Any) -> Any:
@@ -350,7 +350,7 @@ def hold_gradients(
 
 
 class StubsFallShort(Exception):
-    """A block gets tensors that another one leaves in Python's state, and stubs leave none."""
+    """A block reads tensors that another block leaves in Python's state, which stubs do not."""
 
 
 def dry_run_root(
@@ -626,7 +626,7 @@ def observe_block(trace: ModelTrace, cls: BlockClass, workspace: Workspace | Non
 
 
 def _alike(leaf: Any) -> Any:
-    """The same argument with one row everywhere."""
+    """The argument with its first row in every row."""
     if not isinstance(leaf, Tensor) or not has_gradients(leaf.dtype) or leaf.dim() < 2 or not leaf.numel():
         return leaf
     same = leaf.detach().clone(memory_format=torch.preserve_format)
@@ -634,7 +634,7 @@ def _alike(leaf: Any) -> Any:
 
 
 class StandIn:
-    """Forward of a block that cannot run on fake tensors: it allocates and offloads what the block was seen to."""
+    """Forward in place of a block that cannot run on fake tensors: it allocates and offloads the observed bytes."""
 
     def __init__(self, trace: ModelTrace, planned: PlannedForward, levels: RegionOption) -> None:
         self.planned, self.module, self.levels, self.device = planned, planned.module, levels, trace.device_type
@@ -697,7 +697,7 @@ class _StandInCall:
 def stand_in_for_opaque(
     regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
 ) -> None:
-    """Blocks that cannot run on fake tensors, or run compiled, allocate what they were seen to: ``levels``, by name."""
+    """Context in which blocks that cannot run on fake tensors, or run compiled, allocate their observed ``levels``."""
     stood_in = {c.name for c in trace.calls if trace.classes[c.class_key].stood_in}
     for region in regions:
         if region.name in stood_in and region.name in levels:

@@ -1,15 +1,16 @@
 """Peaks of planned steps, each dry-run completely or composed of dry runs of its parts.
 
-Before a plan is chosen, each block was run alone under every policy, and what is around the blocks over stubs. Alone,
-nobody else refers to the tensors that a block is given or returns; stubs refer to nothing. So both show when they drop
-their last reference to such a tensor, and in the step it dies with the last of these. A composed step is the levels of
-its parts, one after the other, less the bytes of what has died by then.
+Before a plan is chosen, each block has run alone under every policy, and the root with stubs in place of its blocks. In
+such a run nothing else references a block's arguments and outputs, so that it shows when the block, or the root, drops
+its last reference to each. In the step, such a tensor is freed with the last of these references. A composed step is
+the levels of its parts in order, less the bytes that are freed by then.
 
 NOTE [ What may be composed ]
-A call is assumed to depend on its own policy alone, and equally in all blocks of a class; the optimizer on none. Every
-step that is dry-run completely is compared, level by level, and any difference ends composition. A call under a policy
-is part of a composed step once a complete one had it; mixtures, in which equivalent blocks have all policies that are
-likely, show many at a time. What is around the blocks is, once two complete steps differed in it.
+It is assumed that a call's levels depend on its own policy alone, and are equal for all blocks of a class; and that the
+optimizer's depend on no policy. Every complete dry run is compared with the composed one, level by level, and any
+difference ends composition. A call under a policy may be composed once a complete dry run has contained it; mixtures,
+in which equivalent blocks have all likely policies, cover many at a time. The root may be, once two complete dry runs
+have differed in it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ ALIKE: Final = 2
 
 
 def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
-    """Reason why steps of this kind are not composed; empty if they may be."""
+    """Reason why steps of this kind cannot be composed; empty if they can."""
     names = [call.name for call in trace.calls]
     if not isinstance(dry_step, OneBatch):
-        return "the step is somebody's own"
+        return "the step is a custom one"
     if offloads:
         return "tensors move to the host, and blocks wait for each other's copies"
     if any(cls.stood_in for cls in trace.classes.values()):
-        return "some blocks are stood in for"
+        return "some blocks run as stand-ins"
     if not names or len(set(names)) < len(names):
         return "the model has no blocks" if not names else "a block is called twice"
     return ""
@@ -53,7 +54,7 @@ class Judge:
     trace: ModelTrace
     dry_step: DryStep
     pricing: Pricing
-    problem: str = "nobody asked for it"  # why every step is dry-run completely; empty if steps are composed
+    problem: str = "composition is not requested"  # why every step is dry-run completely; empty if steps are composed
     offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict)  # by class of blocks, most likely first
     calls: dict[Part, CallLevels] = field(default_factory=dict)
     roots: dict[frozenset[int], RootLevels] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Judge:
         return _composed(root, calls, self._plain)
 
     def _seen(self, part: ModulePolicy) -> bool:
-        """Whether complete steps have shown that all parts of this one are in a step what they are alone."""
+        """Whether complete dry runs have confirmed the levels of all parts of this step."""
         root = part.root.kept(self.trace.root.program)
         is_known = root in self._roots or len(self._roots) > 1
         return not self.problem and is_known and self._equal.issuperset(label for _, label in self._labelled(part))
@@ -106,7 +107,7 @@ class Judge:
         return found
 
     def _call(self, label: Part, policy: CheckpointPolicy) -> CallLevels:
-        """A call run alone, now if it has not been yet."""
+        """Run of a call alone, cached."""
         if label not in self.calls:
             key, _, _, summed = label
             _, self.calls[label] = self.pricing.known(
@@ -115,7 +116,7 @@ class Judge:
         return self.calls[label]
 
     def _mixture(self, part: ModulePolicy) -> ModulePolicy:
-        """The step with policies that no equal step had yet: its own first, then those that are likely."""
+        """The step with unconfirmed policies in equivalent blocks: its own first, then likely ones."""
         policies = dict(part.policies)
         for key, cls in self.trace.classes.items():
             labelled = [(call, label) for call, label in self._labelled(part) if call.class_key == key]
