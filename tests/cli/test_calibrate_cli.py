@@ -120,6 +120,11 @@ LOGS = {
         * 3,
         MeasuredRun(allocated=2 * GIB, reserved=4 * GIB, step=1.5),
     ),
+    "megatron, after the first step alone": (
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.5 | max allocated: 2048.0 | reserved: 9 | max "
+        "reserved: 4096.0\n" + " iteration 2/9 | elapsed time per iteration (ms): 1500.0 | loss\n" * 3,
+        MeasuredRun(step=1.5),
+    ),
     "titan": (
         "[titan] \x1b[31mstep:  1  \x1b[33mmemory: 38.50GiB(48.6%)  \x1b[34mtps: 9  mfu: 1%\n"
         + "[titan] step: 10  memory: 40.00GiB(50.1%)  tps: 4,096  mfu: 41%\n" * 3,

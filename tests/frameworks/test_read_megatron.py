@@ -773,6 +773,8 @@ def test_what_a_log_does_not_say(tmp_path: Path) -> None:
     for value, noted in (("False", True), ("True", False)):
         log.write_text(PRINTED.replace("  world_size", f"  use_contiguous_buffers_in_ddp ... {value}\n  world_size"))
         assert any("gradients of the step before stay" in note for note in read_run(log).notes) is noted
+    log.write_text(PRINTED.replace("  world_size", "  num_experts ... [1]\n  world_size"))  # Megatron-DeepSpeed's
+    assert not read_run(log).unread
     for printed, why in (("optimizer_cpu_offload ... True", "CPU offload"), ("deepspeed ... True", "give its script")):
         log.write_text(PRINTED.replace("  world_size", f"  {printed}\n  world_size"))
         with pytest.raises(UsageError, match=why):

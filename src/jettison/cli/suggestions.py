@@ -16,7 +16,7 @@ from jettison.core.errors import JettisonError, UsageError
 from jettison.spec.frameworks import foreign_flags
 
 WRITTEN: Final = frozenset(
-    {"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export", "--from"}
+    {"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export", "--from", "--measured"}
 )
 """Flags whose file is written, so that what was there before is nobody's mistake, or is of any kind."""
 _EXAMPLE: Final = re.compile(r"\{(.*?)\}")

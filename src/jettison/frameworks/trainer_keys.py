@@ -174,6 +174,19 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
         keys.give("optimizer", "adamw", key)  # torch's foreach kernels are the default on GPUs only
 
 
+def layer_checkpoints(keys: Keys, mode_key: str, option_key: str, usual: str, option: str = "2") -> None:
+    """Read torchtitan's mode of checkpointing, and its option of selective; ``usual`` and ``option`` by default."""
+    mode, option = keys.text(mode_key, usual), keys.text(option_key, option)
+    if mode in ("none", "full"):
+        keys.give("recompute", mode, mode_key)
+    elif mode == "selective" and re.fullmatch("op|[1-9][0-9]*", option):
+        word = {"op": "selective-op-alternate", "1": "full"}.get(option, f"interval:{option}")
+        keys.give("recompute", word, mode_key, option_key)
+    else:
+        where = option_key if mode == "selective" else mode_key
+        keys.refuse(where, "expected one of none, full, or selective with op or a number")
+
+
 def checkpointing(keys: Keys, *, default: bool = False) -> None:
     """Read activation checkpointing."""
     key = "activation_checkpointing" if keys.has("activation_checkpointing") else "gradient_checkpointing"

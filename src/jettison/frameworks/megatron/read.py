@@ -46,7 +46,7 @@ def read(keys: Keys) -> None:
             keys.note("every sequence is counted at its maximum length; if none is as long, give the longest as --seq")
     if keys.form == "deepspeed":  # whose arguments stand for Megatron-LM's
         keys.values |= {"group_query_attention": True} if keys.has("num_query_groups") else {}
-        keys.values |= {"num_experts": None} if str(keys.get("num_experts", 1)).strip("[]'") == "1" else {}
+    keys.values |= {"num_experts": None} if str(keys.get("num_experts", 1)).strip("[]'") == "1" else {}
     each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))
     if keys.gpus is None:
         keys.gpus = each * (nodes or 1) if each else world

@@ -17,6 +17,7 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import split_name
 from jettison.frameworks.run_file import Keys, models
+from jettison.frameworks.trainer_keys import layer_checkpoints
 
 _OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "experimental.*parallel*")
 """Keys of versions before 28 July 2025, when FSDP's units and the norm's kernel changed."""
@@ -244,24 +245,15 @@ def _stage_layers(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
 
 def _recompute(keys: Keys, usual: str = "2") -> None:
     """Read the checkpointing mode. ``usual``: the default option of selective."""
-    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-    mode, option = keys.text(mode_key, "selective"), keys.text(option_key, usual)
+    mode_key = "activation_checkpoint.mode"
     recomputed = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
-    if mode == "memory_budget":
+    if keys.text(mode_key) == "memory_budget":
         keys.refuse(mode_key, "the compiler chooses recomputation; give --recompute")
         return
     keys.read(recomputed, "activation_checkpoint.memory_budget")
-    if mode in ("none", "full"):
-        keys.give("recompute", mode, mode_key)
-    elif mode != "selective" or not re.fullmatch("op|[1-9][0-9]*", option):
-        where = option_key if mode == "selective" else mode_key
-        keys.refuse(where, "expected one of none, full, or selective with op or a number")
-    elif option != "op":
-        keys.give("recompute", "full" if option == "1" else f"interval:{option}", mode_key, option_key)
-    else:
-        keys.give("recompute", "selective-op-alternate", mode_key, option_key)
-        if keys.get(recomputed, []) not in ([], ["moe.router.gate"]):
-            keys.refuse(recomputed, "expected none, or moe.router.gate, whose GEMMs are small")
+    layer_checkpoints(keys, mode_key, "activation_checkpoint.selective_ac_option", "selective", usual)
+    if keys.said("recompute") == "selective-op-alternate" and keys.get(recomputed, []) not in ([], ["moe.router.gate"]):
+        keys.refuse(recomputed, "expected none, or moe.router.gate, whose GEMMs are small")
 
 
 def _policy(keys: Keys) -> None:

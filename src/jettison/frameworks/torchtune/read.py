@@ -8,7 +8,7 @@ torchtune/training/quantization.py (convert_to_float8_training), torchtune/modul
 from __future__ import annotations
 
 from jettison.frameworks.run_file import Keys, models
-from jettison.frameworks.trainer_keys import low_rank
+from jettison.frameworks.trainer_keys import layer_checkpoints, low_rank
 
 
 def read(keys: Keys) -> None:
@@ -16,7 +16,10 @@ def read(keys: Keys) -> None:
     builder = _model(keys)
     _layout(keys)
     _sequence(keys)
-    _recompute(keys)
+    if keys.on("enable_activation_checkpointing"):
+        keys.give("recompute", "full", "enable_activation_checkpointing")
+    else:
+        layer_checkpoints(keys, "ac_mode", "ac_option", "none")
     _adapters(keys, builder)
     _loss(keys)
     if "optimizer" not in keys.asked and keys.field("optimizer") is None:
@@ -88,20 +91,6 @@ def _sequence(keys: Keys) -> None:
     longest = next(filter(keys.has, keys.table["first"]["seq"]), None)
     if longest is not None and not keys.on("dataset.packed"):
         keys.note(f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones")
-
-
-def _recompute(keys: Keys) -> None:
-    mode, option = keys.text("ac_mode", "none"), keys.text("ac_option", "2")
-    if keys.on("enable_activation_checkpointing"):
-        keys.give("recompute", "full", "enable_activation_checkpointing")
-    elif mode == "selective" and option.isdecimal() and int(option):
-        keys.give("recompute", "full" if option == "1" else f"interval:{option}", "ac_mode", "ac_option")
-    elif mode == "selective" and option == "op":
-        keys.give("recompute", "selective-op-alternate", "ac_mode", "ac_option")
-    elif mode in ("none", "full"):
-        keys.give("recompute", mode, "ac_mode")
-    else:
-        keys.refuse("ac_mode", "expected full, or selective with ac_option op or a number")
 
 
 def _adapters(keys: Keys, builder: str) -> None:
