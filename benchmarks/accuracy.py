@@ -68,6 +68,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
     ROOT / "tests" / "facts" / "blind_logs.csv": "memory in logs, notebooks and issues, November 2026",
     ROOT / "tests" / "facts" / "blind_reports.csv": "memory in reports and notes, November 2026",
+    ROOT / "tests" / "facts" / "blind_benchmarks.csv": "memory in benchmarks and logs, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -90,7 +91,8 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
 `Measure` has them. Other rounds were answered with allocated bytes alone, those of
-`blind_memory.csv`, `blind_devices.csv`, `blind_logs.csv` and `blind_reports.csv` with fragments, which are not here."""
+`blind_memory.csv`, `blind_devices.csv`, `blind_logs.csv`, `blind_reports.csv` and `blind_benchmarks.csv` with
+fragments, which are not here."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -119,6 +121,7 @@ NOT_COUNTED: Final = {
     "offload-unsaid": "whether checkpoints are offloaded is not said",
     "length-unsaid": "the length of sequences is not said",
     "first-step": "measured after the first step",
+    "less-than-logits": "it is less than the weights and what logits take, as TRL of October 2025 has them",
     "own-code": "the model has code of its own on the Hub, which was not read",
     "frees-cache": "its loop frees the cache every tenth step (method_comparison/MetaMathQA/run.py, 5d602fdb), so "
     "that no segments of shorter micro-batches stay",

@@ -1,8 +1,9 @@
-"""Published runs that were all predicted before an answer was looked into: twelve rounds.
+"""Published runs that were all predicted before an answer was looked into: thirteen rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
 `blind_logs.csv` (memory in logs, notebooks and issues), `blind_reports.csv` (memory in reports and notes),
+`blind_benchmarks.csv` (memory in benchmarks and logs),
 `blind_speeds.csv` (throughput of READMEs), `blind_throughput.csv` (throughput of benchmarks and issues),
 `blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs), `blind_machines.csv` (throughput of
 twelve more publishers) and `blind_stacks.csv` (throughput of eleven projects): each row was written down with its
@@ -115,6 +116,12 @@ WHY = {
     "trl-tiles": "TRL 1.12 keeps all logits: --loss upcast",
     "plain-loss": "its models (src/models/llama3.py) drop logits of last positions; their loss is in the same dtype: "
     "--like huggingface-4.48 --loss uncast",
+    "held-output": "the loop's variable `out` references logits, cast to fp32, through backward (sft/train.py and "
+    "model.py, a1271501): --kernels huggingface-4.45 --keep-logits",
+    "first-step": "printed after the first step, before which there are no moments",
+    "script-dtype": "the script gives no dtype, so that what is not quantized is fp32, and TRL of October 2025 keeps "
+    "all logits: --loss upcast",
+    "titan-2026": "not explained: a sample takes 11 GiB with Qwen3's experts and 3.5 with gpt-oss's, 5.6 and 5.4 here",
     "data-set": "the longest sample of its data set, by ms-swift's table of data sets (docs at 3602360, d2b45ec and "
     "9dc41ab), where that is below the maximum in the command",
     "unsloth-2024": "before 17 November 2024 (fa8e59eb) Unsloth returns logits: --loss in-place; the longest sample of "
@@ -163,6 +170,8 @@ def described(command: str) -> Run:
         word = words.pop(0)
         if word == "--compile":
             compiled = True
+        elif word == "--gpu":  # bytes are the same on any
+            words.pop(0)
         elif word not in names:
             given[names["--" + word.removeprefix("--no-")].name] = False
         elif "bool" in str(names[word].type):

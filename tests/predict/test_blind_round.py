@@ -146,3 +146,14 @@ def test_rows_are_asked_as_the_command_line_has_them() -> None:
         if row.now is not None:
             command = row.facts["mended"] or row.facts["command"]
             assert blind_runs.answered("ledger", command) == row.now * row.unit
+
+
+# logits that a loop references ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernels", "nbytes"), [("huggingface", 2), ("huggingface-4.45", 4)])
+def test_a_loop_that_references_logits_keeps_them_as_the_model_returned_them(kernels: str, nbytes: int) -> None:
+    """transformers 4.31 to 4.45 casts them to fp32 and returns those."""
+    words = {"kernels": kernels, "loss": "in-loop", "precision": "bf16-pure", "recompute": "full"}
+    held, freed = (found(keep_logits=keep, **words).peak_bytes for keep in (True, False))
+    assert held - freed == nbytes * 1024 * 131072

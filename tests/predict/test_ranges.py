@@ -139,7 +139,7 @@ def test_micro_batches_of_other_lengths_have_fragments_of_their_own() -> None:
     """Their rows are in no class of one length. Other measures have no such class."""
     uneven = [one for one in ROWS if UNEVEN in one.classes]
     assert {"ms-swift", "huggingface/blog", "unslothai/notebooks"} < {one.source for one in uneven}
-    assert len(uneven) == 105
+    assert len(uneven) == 107
     assert {one.member_of for one in uneven} == {(UNEVEN,)}
     even, ragged = (
         run_of("llama3-8b", RunRequest(lora="r=16", like="huggingface", pad_to_longest=longest))
@@ -242,6 +242,16 @@ def test_segments_of_a_layers_forward_are_cached_while_logits_are_allocated() ->
     long = run_of("llama3-8b", RunRequest(like="huggingface", kernels="liger", lora="r=8", base="nf4", seq=2**18))
     few = segments_after_update(long)
     assert cached_segments(long) > few // 4 == segments_beyond(long, few)  # a quarter of allocated bytes at most
+
+
+def test_cached_segments_are_freed_where_a_device_is_full() -> None:
+    """Up to what the device has beyond allocated bytes and the fixed parts."""
+    run = run_of("llama3-8b", RunRequest(like="torchtitan", seq=4096, dp=8, zero=3, recompute="full"))
+    room = hardware("h100-80gb").usable_bytes - fixed_allowance(run.layout, run.kernels.device).expected
+    beyond = segments_beyond(run, 40 * GIB)
+    assert segments_beyond(run, 40 * GIB, "h100-80gb") == beyond
+    assert segments_beyond(run, room - GIB, "h100-80gb") == GIB < beyond
+    assert segments_beyond(run, room + GIB, "h100-80gb") == 0
 
 
 def test_segments_of_casts_before_the_first_step() -> None:

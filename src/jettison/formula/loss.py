@@ -169,6 +169,8 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     """
     logits = _gathered(w, logits)
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 and w.kernels.loss is not Loss.UNCAST else logits
+    if w.kernels.fp32_logits:
+        w.tape.returned = [wide]
     wide, labels, named = _without_last(w, logits, wide, labels)
     widens = w.run.precision.casts or _autocast_loss(w) or w.kernels.loss is Loss.IN_LOOP
     wide = cast(w, wide, "float32") if widens else wide

@@ -41,6 +41,8 @@ from jettison.predict.optimizer_step import segments_after_update
 from jettison.predict.stages import cached_segments, other_streams, segments_before_training
 from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, FitVerdict, Limit, Range, fixed_allowance
 from jettison.spec.frameworks import named
+from jettison.spec.hardware import hardware as accelerator
+from jettison.spec.hardware import hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
@@ -182,7 +184,11 @@ def segments_beyond(run: Run, allocated_bytes: int, hardware: str = "") -> int:
     """Return modelled bytes in segments in addition to those allocated at the peak of a step."""
     cached = min(cached_segments(run), allocated_bytes // (1 if run.outgrows_segments else 4)) + other_streams(run)
     reserved = max(segments_before_training(run, hardware), segments_after_update(run))
-    return max(cached, reserved - allocated_bytes)
+    found = max(cached, reserved - allocated_bytes)
+    if hardware in hardware_names():  # an allocator that runs short frees its cached segments
+        room = accelerator(hardware).usable_bytes - fixed_allowance(run.layout, run.kernels.device).expected
+        found = min(found, max(0, room - allocated_bytes))
+    return found
 
 
 def fit_budgets(run: Run, limit: Limit) -> tuple[FitBudget, ...]:

@@ -24,7 +24,8 @@ NOTE [ Cached segments ]
 which stays. Logits do not fit into segments of a layer's forward, and later backwards take those of logits apart. So
 steps that are replayed by its rules (`benchmarks.caching_allocator`) reserve, in addition to the peak, about what a
 layer's forward allocates and frees, with weights that it gathers, and a fifth of the head's forward. No published run
-has more than a quarter of its allocated bytes so: the longest sequences leave no room, and segments are freed.
+has more than a quarter of its allocated bytes so: the longest sequences leave no room, and segments are freed. Of a
+device that is named, what is left in addition to allocated bytes counts at most.
 A longer micro-batch does not fit into segments of those before it. So where lengths differ, and segments are not
 expandable, two more sets of what the head's passes allocate are there, not a fifth: the least, in whole sets, that
 replays of 480 lengths leave (1.7 to 6, by the mean and deviation of three data sets).
