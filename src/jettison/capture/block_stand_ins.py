@@ -76,7 +76,7 @@ class _Stub(torch.autograd.Function):
             for t in tensors
         ]
         ctx.extra = extra
-        ctx.set_materialize_grads(False)  # a block has no gradient of an output that nobody trains
+        ctx.set_materialize_grads(False)  # outputs without a path to a parameter have no gradient
         out = tensors_made(made, device, like=next((t for t in tensors if isinstance(t, FakeTensor)), None))
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))

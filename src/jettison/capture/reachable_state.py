@@ -311,7 +311,7 @@ class Reach:
                 self.states.append(state_kinds.HookState(tensor))
         if type(tensor) in state_kinds.PLAIN_TENSORS and is_in_memory(tensor):
             self.states.append(state_kinds.TensorState(tensor))
-            self._add(vars(tensor))  # a flag or a counter that somebody set on it
+            self._add(vars(tensor))  # attributes set by code, such as a flag or a counter
         for value in list(vars(tensor).values()):
             if type(value) in (dict, list, set) or is_a(tensor, nn.Parameter):
                 self._later(value, 0)  # those of a fake copy are the model's own

@@ -233,7 +233,7 @@ def deliver(
     source: RunFile | None = None,
     warnings: Iterable[str] = (),
 ) -> None:
-    """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees.
+    """A table, JSON or CSV on stdout, and JSON or CSV in a file. Only requested forms are made.
 
     Args:
         warnings: for stderr, in front of it.

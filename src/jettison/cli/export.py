@@ -1,4 +1,4 @@
-"""`export`: a plan's document, in the words of somebody else's trainer."""
+"""`export`: a plan's document as settings of another trainer."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class NamesReport:
     rows: Mapping[str, tuple[Row, ...]]
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.list/1``: a list for each kind; kinds that nobody asked for are null."""
+        """Schema ``jettison.list/1``: a list for each kind; kinds that were not requested are null."""
         return document(SCHEMA, **self.rows)
 
     def table(self) -> RenderableType:

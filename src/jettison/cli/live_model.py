@@ -43,7 +43,7 @@ class PlanReport:
 
     plan: Plan
     request: ModelRequest
-    step: MemoryTimeline | None = None  # predicted, where somebody asked for it
+    step: MemoryTimeline | None = None  # predicted, if requested
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1`` with the keys ``made_by`` and ``environment``."""

@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> int:
         try:
             code = _run(arguments)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever read our output, or our hints, has gone
+        except BrokenPipeError:  # the reader of stdout or stderr has closed it
             _to_nowhere()
             return EXIT_PIPE
         except KeyboardInterrupt:  # a second one, while the first was being said

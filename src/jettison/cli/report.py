@@ -87,7 +87,7 @@ def _refuse_old_pickle(path: Path) -> None:
             file.seek(max(0, file.tell() - 1))
             last = file.read(1)
     except OSError:
-        return  # whoever reads it says what is wrong
+        return  # its reader raises the error
     if last == b"." and first and first not in _JSON_BEGINS:
         raise UsageError(
             f"{path} looks like a pickle of protocol 0 or 1; a memory snapshot is one of protocol 2 to 5, as "

@@ -123,7 +123,7 @@ def command(
 
 
 def _require_devices(flags: SearchFlags) -> None:
-    """Raises a `UsageError` where nobody says how many devices or sequences there are."""
+    """Raise `UsageError` if the number of devices or of sequences is missing."""
     for name in ("gpus", "global_batch"):
         if getattr(flags, name) is None:
             raise UsageError(f"search needs {flag_of(name)}, such as {flag_of(name)} 64")

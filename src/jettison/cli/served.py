@@ -118,7 +118,7 @@ def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> S
     except Infeasible as error:
         return infeasible_document(error, said(model, request, flags)), error.exit_code
     for key in ("made_by", "request"):
-        found[key] = found[key] | {"model": model}  # where an upload lies here is nobody's concern
+        found[key] = found[key] | {"model": model}  # without the path of the upload
     return found, 0
 
 

@@ -18,7 +18,7 @@ from jettison.spec.frameworks import foreign_flags
 WRITTEN: Final = frozenset(
     {"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export", "--from", "--measured"}
 )
-"""Flags whose file is written, so that what was there before is nobody's mistake, or is of any kind."""
+"""Flags whose file is written, or may be of any kind: an existing file of another kind is no mistake there."""
 _EXAMPLE: Final = re.compile(r"\{(.*?)\}")
 _WHOLE: Final = re.compile(r"[1-9]\d{0,6}")
 _POWER: Final = re.compile(r"(?<=\d)[kmbt]$")

@@ -147,7 +147,7 @@ def json_schema(schema: str) -> dict[str, Any]:
 
 
 def _published(made: Any) -> Any:
-    """As documents are: all keys are there, an enumeration is a text, and arguments of classes are nobody's concern."""
+    """Forms of documents: all keys are present, enumerations are texts, and arguments of classes are left out."""
     words = {f"#/$defs/{name}" for name, found in made.get("$defs", {}).items() if "enum" in found}
 
     def walk(node: Any, name: str = "") -> Any:
@@ -186,7 +186,7 @@ def check(document: str | bytes) -> str:
     said = json.loads(text)
     name: str = said["schema"]
     shape = _shapes()[name]
-    # a list of one: pydantic lets nobody state the strictness of a TypedDict from outside
+    # a list of one: pydantic has no way to state the strictness of a TypedDict from outside
     adapter: Any = TypeAdapter(list[shape], config=ConfigDict(extra="forbid"))  # type: ignore[valid-type]
     found = adapter.dump_python(adapter.validate_json(f"[{text}]", strict=True), mode="json")
     if found != [said]:

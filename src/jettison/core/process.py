@@ -95,7 +95,7 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.collect(1)
-        if not gc.get_freeze_count():  # or somebody's frozen objects would thaw
+        if not gc.get_freeze_count():  # else objects frozen by other code would be unfrozen
             gc.freeze()  # it sets the counts to 0: the next object would have all others looked at
             gc.unfreeze()
         gc.set_threshold(*before)

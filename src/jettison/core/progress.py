@@ -138,7 +138,7 @@ class _Status:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody may be watching: a process without a console has no stream, or a closed one."""
+    """Whether the stream is a terminal: a process without a console has no stream, or a closed one."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:

@@ -661,7 +661,7 @@ class StandIn:
             ends = leaves, tree_leaves(output)
             for sent in self.levels.sent:  # in their order: tensors of its own, arguments, results
                 tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
-                if sent.place is None or not tensor.is_leaf:  # what somebody holds in any case stays
+                if sent.place is None or not tensor.is_leaf:  # tensors with other references stay
                     part = arrived(tensor)
                     call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
             group.end()

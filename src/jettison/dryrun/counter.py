@@ -825,4 +825,4 @@ def intervals_of(log: Sequence[Event], live_bytes: int) -> list[tuple[Place, Int
             freed += event.freed_bytes
         else:
             levels.append(event + freed - mark.live_bytes)
-    return found[1:]  # what comes before the first mark is nobody's
+    return found[1:]  # events before the first mark belong to no interval

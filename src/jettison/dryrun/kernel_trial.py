@@ -49,7 +49,7 @@ class TensorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    conj: bool = False  # seen through a conjugation that nobody has carried out: a kernel may do so in a copy
+    conj: bool = False  # a lazy conjugate view, which a kernel may materialize
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:

@@ -129,7 +129,7 @@ def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
     prices: dict[str, OpPrice] = {}
     here: list[OpRequest] = []
     apart: list[OpRequest] = []
-    profiled = torch.autograd._profiler_enabled()  # by somebody: ours would end that session, and take what it recorded
+    profiled = torch.autograd._profiler_enabled()  # ours would end a running session, and take its records
     for request in requests:
         if has_no_workspace(request.func) or request.device == "meta":
             prices[request.key] = UNPRICED  # there is no kernel to time
@@ -175,7 +175,7 @@ class MeasuredWorkspace:
     costs more than many a fake kernel. What was answered once is remembered under a key that costs less.
 
     Args:
-        measured: what this process has measured for somebody else is taken into ``prices``.
+        measured: earlier measurements of this process are added to ``prices``.
     """
 
     def __init__(self, prices: dict[str, OpPrice], *, measured: bool = False) -> None:

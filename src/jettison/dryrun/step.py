@@ -280,7 +280,7 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
         yield installed
 
 
-# a step under somebody else's checkpointing ---------------------------------------------------------------------------
+# a step under checkpointing that is not ours --------------------------------------------------------------------------
 # Nothing of Jettison's runtime takes part: the caller's function changes the model, and its changes are undone.
 
 

@@ -1,8 +1,7 @@
-"""A training step as somebody wrote it, on fake tensors: a function of the models and a batch that runs forwards and
-backwards, in whatever order and number.
+"""A custom training step on fake tensors: a function of the models and a batch, with any forwards and backwards.
 
-It is run once to see how it calls its models (`observe`), and again and again under plans (`UserStep`). Both times on
-fake copies; what the function leaves in Python's state (a scaler's factors, lists of losses) is put back.
+It runs once to observe how it calls its models (`observe`), and then under each candidate plan (`UserStep`), always on
+fake copies. Python state that it changes (a scaler's factors, lists of losses) is restored.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ def observe(
             left |= note()
         except (JettisonError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of anybody's code
+        except Exception as error:  # of the user's code
             if any(FOREIGN_HOOKS in use.unplanned for use in uses):  # allow_mutation_on_saved_tensors needs addresses
                 raise _without_a_plan(uses) from error
             raise TraceError(

@@ -30,7 +30,7 @@ class Source(StrEnum):
 class Anchor(StrEnum):
     """Reason why an op may not be recomputed."""
 
-    MUTATED = "mutated"  # reads or writes memory that the region, or somebody after it, overwrites
+    MUTATED = "mutated"  # reads or writes memory that the region, or later code, overwrites
     OPAQUE = "opaque"  # not one deterministic ATen call: it cannot be replayed
     DISCRETE = "discrete choice"  # router top-k and the like: a recomputed choice may differ
     GENERATOR = "private generator"  # draws from a generator that is not the default one

@@ -19,7 +19,7 @@ from jettison.spec.model import ModelSpec
 
 def described_model(model: str, request: RunRequest, *, live: bool = False, trace: bool = False) -> ModelSpec:
     """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for. ``request``: what will
-    be asked of it: the first trace is taken for that. ``live``: whoever asks would also have taken ``module:factory``.
+    be asked of it: the first trace is taken for that. ``live``: the caller also takes ``module:factory``.
     ``trace``: record it even if it has a closed form. Raise `UsageError` if it is none of them, cannot be read, or has
     no closed form and cannot be recorded.
     """

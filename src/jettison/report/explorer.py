@@ -88,7 +88,7 @@ def built(
             waiting = {name: pool.submit(builders[name], asked) for name in sent}
         here = [name for name in builders if name not in waiting]
         for name in [*reversed(sent), *here]:
-            if name in here or waiting[name].cancel():  # nobody has begun with it
+            if name in here or waiting[name].cancel():  # no process has begun with it
                 say(name)
                 found[name] = builders[name](asked)
         for name in [name for name in sent if name not in found]:

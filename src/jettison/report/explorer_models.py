@@ -110,7 +110,7 @@ def answered(run: Run, hardware: Hardware) -> tuple[Forecast, Estimate]:
 
 
 def usual_layout(model: str, hardware: Hardware) -> dict[str, Any]:
-    """A layout for a model that nobody gave one: tensor parallelism within a node of 8 as far as the model divides, and
+    """Default layout of a model: tensor parallelism within a node of 8 as far as the model divides, and
     the fewest replicas with everything sharded over them (ZeRO 3) under which it fits, with all that can be computed
     again; or the most of these.
     """

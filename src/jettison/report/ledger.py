@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRow:
-    """Saved tensors of one layer, in one micro-batch on one rank; ``policy`` is null where nobody says."""
+    """Saved tensors of one layer, in one micro-batch on one rank; ``policy`` is null if there is none."""
 
     layer: str
     bytes: int
@@ -230,7 +230,7 @@ def _auto(choice: AutoForecast) -> dict[str, Any]:
 
 
 def request_document(asked: Resolved) -> dict[str, Any]:
-    """A run as it was understood; ``assumed`` names what nobody asked for."""
+    """A run as it was understood; ``assumed`` names defaults."""
     run, recompute = asked.run, asked.run.recompute
     layout = {**asdict(run.layout), "schedule": str(run.layout.schedule), "world": run.layout.world}
     settings = part(

@@ -170,7 +170,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def _batch_text(asked: Resolved) -> str:
-    """The batch, in a line that says which of it nobody asked for."""
+    """The batch in a line, which names defaults."""
     run = asked.run
     total = run.micro_batch * run.micro_batches * run.layout.dp
 

@@ -53,10 +53,10 @@ class Proof:
     Of a model that recomputes or offloads in a way of its own: ``left_out`` says what its plain copy does without,
     ``repeats`` how often its gradients were recomputed from one state, and ``departures`` names the tensors whose
     values in backward were not those of the forward, first ones first. ``left_out`` is None where Jettison's own plan
-    is proven. ``values_compared`` is of how many tensors all bits were compared in a step of its own; 0: nobody asked.
+    is proven. ``values_compared``: number of tensors compared in all bits, in another step; 0 if not requested.
 
     ``tensors`` say in words what the layers' buffers are. ``predicted_levels`` are bytes over the plan's dry run,
-    ``measured_levels`` and ``baseline_levels`` over the steps whose peaks these are; None where nobody looked.
+    ``measured_levels`` and ``baseline_levels`` over the steps whose peaks these are; None if not measured.
     """
 
     gradients_identical: bool

@@ -152,7 +152,7 @@ class ReportSubject:
         levels: bytes over the step: predicted, measured, baseline.
         command: what makes such a document.
         peak_roles: bytes of the peak by role; together they are the peak.
-        next_gib: what each next GiB would change; None where nobody asked.
+        next_gib: what each next GiB would change; None if not requested.
     """
 
     kind: SubjectKind

@@ -68,8 +68,7 @@ class StepTrace:
 
 
 def step_trace(title: str, memory: Forecast, found: Estimate, *, by_tensor: bool = False) -> StepTrace:
-    """Play a described run's first two steps. Raise `UsageError` for so many micro-batches that nobody could look at
-    them.
+    """Play a described run's first two steps. Raise `UsageError` for more micro-batches than a viewer could show.
 
     Args:
         by_tensor: what is saved for backward one tensor at a time.
@@ -179,7 +178,7 @@ def _arrows(trace: StepTrace, offset: int, number: int) -> Iterator[dict[str, An
 
 
 def timelines_json(title: str, timelines: Sequence[MemoryTimeline]) -> str:
-    """The same file of timelines that nobody timed: a process for each, a slice for each phase, counters."""
+    """As `chrome_json`, for timelines without times: a process for each, a slice for each phase, counters."""
     about = {
         "schema": "jettison.timeline/1",
         "title": title,
@@ -570,7 +569,7 @@ def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot:
         snapshot: for a CUDA memory snapshot; device n is pipeline stage n.
 
     Raises:
-        UsageError: so many micro-batches that nobody could look at them.
+        UsageError: more micro-batches than a viewer could show.
     """
     played = partial(step_trace, report.model, report.memory, report.found)
     return _write(timeline, lambda: chrome_json(played()), snapshot, lambda: played(by_tensor=True).memory)

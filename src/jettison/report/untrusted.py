@@ -1,4 +1,4 @@
-"""JSON that somebody was handed: how much of it is read, and what of it may reach a page or a terminal.
+"""Untrusted JSON: limits of reading it, and of its text on a page or a terminal.
 
 Files are read as text, never as code. Sizes are looked at before anything is read; numbers, depths and lengths before
 anything is made of them. Characters that a terminal would obey, or that turn the direction of writing, are not shown.

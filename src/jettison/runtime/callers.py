@@ -142,7 +142,7 @@ class CopiedForward:
 
 
 def copied_forward(module: nn.Module, name: str, said: set[str], memo: dict[int, Any]) -> Any:
-    """Stand-in for ``forward`` on the deep copy of a module; none for a fake one, which nobody trains."""
+    """Stand-in for ``forward`` on the deep copy of a module; none for a fake copy, which is not trained."""
     # copying may come back to this function first, through a hook that holds the region
     copied = copy.deepcopy(module, memo)
     first = next(module.parameters(), None)

@@ -137,7 +137,7 @@ def _leaf(name: str, node: Node) -> Tensor | None:
 def _kind(kind: Any) -> tuple[str, Callable[[Node], Any] | None]:
     """Name of a node class, "" if each node has one of its own, and the function that reads its numbers."""
     name = ""
-    if kind.__module__ == "builtins" and kind.__name__ != "CppFunction":  # autograd's own, not a Function of somebody's
+    if kind.__module__ == "builtins" and kind.__name__ != "CppFunction":  # autograd's own, not a custom Function
         name = _ACCUMULATE if kind.__name__ == "AccumulateGrad" else _SAME.get(kind.__name__, kind.__name__)
     names = _attributes(kind)
     return name, (lambda node: tuple([_number(getattr(node, a)) for a in names])) if names else None

@@ -45,7 +45,7 @@ class Split:
     saved: tuple[int | None, ...]
 
 
-_SEEN: ContextVar[list[Split] | None] = ContextVar("splits that somebody watches", default=None)
+_SEEN: ContextVar[list[Split] | None] = ContextVar("splits that are observed", default=None)
 
 
 @contextmanager

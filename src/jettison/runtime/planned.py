@@ -413,7 +413,7 @@ class PlannedForward:
         return pickled_forward(self.module, self.name, (self.outer or self).said)
 
     def remove(self) -> None:
-        """Restore the module's own forward, unless somebody has set another one meanwhile."""
+        """Restore the module's own forward, unless another one was set meanwhile."""
         if vars(self.module).get("forward") is self:
             if self.had_own:
                 vars(self.module)["forward"] = self.forward

@@ -215,7 +215,7 @@ def _meter(
 
 
 def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
-    wanted = {"log.folder": Path(recipe.log.folder)} if world.leads else {}  # nobody else writes a log
+    wanted = {"log.folder": Path(recipe.log.folder)} if world.leads else {}  # other ranks write no log
     if recipe.checkpoint.folder is not None:
         wanted["checkpoint.folder"] = Path(recipe.checkpoint.folder)
     return claimed(wanted, leads=world.leads, rank=world.rank, warn=warn)

@@ -37,7 +37,7 @@ def serve_page(
         page: its text; or the models that the explorer is about, whose page a process makes meanwhile.
         service: what may be asked, and who answers.
         port: 0 is a free one.
-        started: is told the URL as soon as somebody listens there; requests wait for what is still being loaded.
+        started: called with the URL once the server listens; requests wait until everything is loaded.
         progress: is told what is worked out for the page.
         ready: is called when the page is there.
     """

@@ -82,7 +82,7 @@ class Job:
             return
         if isinstance(result, Problem):
             self.outcome.set_exception(result)
-            self.outcome.exception()  # whoever waited may have gone: that it was not looked at is no error
+            self.outcome.exception()  # the waiting request may have ended: an exception that nothing reads is no error
         else:
             self.outcome.set_result(result)
 
@@ -178,7 +178,7 @@ class Pool:
             if not self._waiting:
                 continue  # it was cancelled meanwhile
             job = self._waiting.popleft()
-            if worker.process.returncode is not None:  # somebody killed it while it was idle
+            if worker.process.returncode is not None:  # it was killed while it was idle
                 worker = await self._replaced(worker)
             begin = job.began = time.monotonic()
             healthy = await worker.answer(job)

@@ -51,7 +51,7 @@ def answer_questions(module: str, folder: str, most_bytes: str) -> None:
 def _read(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin.buffer:
         questions.put(json.loads(line))
-    os._exit(0)  # the server has gone, and nobody waits for what is being worked out
+    os._exit(0)  # the server has ended, and no request waits for the answer
 
 
 def _answered(answer: Callable[..., ServedAnswer], asked: dict[str, Any], progress: Any) -> dict[str, object]:
