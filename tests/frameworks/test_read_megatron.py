@@ -661,6 +661,11 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
     beside.write_text('{"bf16": {"enabled": true}, "pipeline": {"pipe_partitioned": false}}')
     found = read_run(file, gpus=8).request
     assert (found.pp, found.recompute, found.zero) == (2, "every:2", 1)
+    file.write_text(f"{words} 1 --deepspeed_config other.json\n")
+    assert any("buckets and offloading that it has are not counted" in note for note in read_run(file, gpus=8).notes)
+    file.write_text(f"{words} 1 --deepspeed_config ds.json --cpu-optimizer\n")
+    with pytest.raises(UsageError, match=r"cpu-optimizer = true \(CPU offload .* modelled for ZeRO 2 and 3"):
+        read_run(file, gpus=8)
     file.write_text(f"{words} 1 --deepspeed_config ds.json --tensor-model-parallel-size 2\n")
     with pytest.raises(UsageError, match=r"pipe-partitioned = false \(tensors that are sent unpartitioned"):
         read_run(file, gpus=8)

@@ -125,10 +125,14 @@ def _deepspeed(keys: Keys) -> None:
         keys.give("zero", stage, "zero_stage", "deepspeed_config")
     else:
         keys.refuse("deepspeed_config", "the file is missing, and there is no --zero-stage")
-    if any(
-        str(key).startswith("zero_optimization.offload") and value not in (None, "none") for key, value in said.items()
-    ):
-        keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --offload-optimizer deepspeed")
+    why = "give --offload-optimizer deepspeed" if stage in (2, 3) else "it is modelled for ZeRO 2 and 3"
+    offloads = any(
+        key.startswith("zero_optimization.offload") for key, value in said.items() if str(value).lower() != "none"
+    )
+    for key in ["cpu_optimizer"] * keys.on("cpu_optimizer") + ["deepspeed_config"] * offloads:
+        keys.refuse(key, f"CPU offload of optimizer states: {why}")
+    if engine is None and keys.has("deepspeed_config"):
+        keys.note("the file of deepspeed_config is not here: buckets and offloading that it has are not counted")
     keys.values |= {f"deepspeed_config.{key}": said[key] for key in said}
     zero_buckets(keys, "deepspeed_config.zero_optimization.")
     keys.read(*keys.matching("deepspeed_config.*"), "checkpoint_num_layers")
