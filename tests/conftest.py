@@ -25,7 +25,7 @@ settings.load_profile("jettison")
 # one thread a worker: two workers with two threads each would wait for one another on two cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# what commands print does not hang on where the tests run: workers are told a width of 80
+# what commands print does not depend on where the tests run: workers are told a width of 80
 os.environ.pop("COLUMNS", None)
 
 

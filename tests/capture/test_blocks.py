@@ -198,7 +198,7 @@ def test_width_mode_and_frozen_parameters_are_differences() -> None:
     model = Stack(*(Block(i, width=N + (i == 1)) for i in range(5)))
     model.layers[2].eval()
     model.layers[3].up.weight.requires_grad_(False)
-    assert classes(traced(model)) == [0, 1, 0, 2, 0], "nothing in these blocks hangs on train and eval"
+    assert classes(traced(model)) == [0, 1, 0, 2, 0], "nothing in these blocks depends on train and eval"
 
 
 def test_settings_in_functions_and_tuples_are_differences() -> None:

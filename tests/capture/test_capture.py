@@ -258,7 +258,7 @@ def test_ops_that_draw_are_chained_through_the_random_state() -> None:
     (middle,), (end,) = past_first.outputs, past_second.outputs
     assert [b.index for b in buffers if b.source is Source.RANDOM] == [start, middle, end]
     assert start in first.inputs and middle in second.inputs
-    assert past_first.inputs == (start,) and past_second.inputs == (middle,), "states hang on states alone"
+    assert past_first.inputs == (start,) and past_second.inputs == (middle,), "states depend on states alone"
     assert buffers[start].keepable and not buffers[middle].keepable
     assert buffers[start].nbytes == torch.get_rng_state().nbytes
     assert first.anchor is None and second.anchor is None

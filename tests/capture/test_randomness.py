@@ -318,7 +318,7 @@ def again(trace: Any, kept: frozenset[int]) -> list[str]:
 
 
 def test_what_runs_again_anyway_spares_the_movement() -> None:
-    """Each dropout's input hangs on the dropout before it, which has left its state by then."""
+    """Each dropout's input depends on the dropout before it, which has left its state by then."""
 
     def body(block: Block, h: Tensor, ids: Tensor) -> Tensor:
         for _ in range(3):
@@ -346,7 +346,7 @@ def test_one_draw_needs_no_op_before_it() -> None:
 
 
 class DrawsFromItsOwn(nn.Module):
-    """Takes noise from a generator of its own; what it does next hangs on how many values are above zero."""
+    """Takes noise from a generator of its own; what it does next depends on how many values are above zero."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def sparse_adam(model: OnTable) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``slack``: the share by which a step may stay below what is predicted, where that hangs on values."""
+    """``slack``: the share by which a step may stay below what is predicted, where that depends on values."""
 
     table: Callable[[], nn.Module]
     model: type[OnTable] = OnTable

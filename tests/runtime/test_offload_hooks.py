@@ -78,7 +78,7 @@ class Wraps(torch.autograd.Function):
 
 
 class Depends(Scale):
-    """Its shapes hang on values: it has no recording. Saves storages twice, transposed, and in part."""
+    """Its shapes depend on values: it has no recording. Saves storages twice, transposed, and in part."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(x * self.scale)

@@ -242,7 +242,7 @@ def test_widths_follow_from_shapes() -> None:
 
 
 class Judged(Block):
-    """Its masks hang on what is kept nowhere, and on much work."""
+    """Its masks depend on what is kept nowhere, and on much work."""
 
     def inner(self, h: Tensor) -> Tensor:
         with torch.no_grad():

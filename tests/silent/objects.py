@@ -1,4 +1,4 @@
-"""Python objects of many kinds that a block counts in, and whose count its output hangs on."""
+"""Python objects of many kinds that a block counts in, and whose count its output depends on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from silent.kit import WIDTH, case, program, rows
 from silent.outside import smooth, through, under
 
 Counting = tuple[Callable[[], object], Callable[[], float]]
-"""What a block does in each call, and a number that hangs on how often that was."""
+"""What a block does in each call, and a number that depends on how often that was."""
 KINDS: dict[str, Callable[[], Counting]] = {}
 _GLOBAL = {"n": 0}
 _NUMBER = 0

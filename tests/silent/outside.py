@@ -18,7 +18,7 @@ from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, row
 
 
 def core(s: Any, x: Tensor) -> Tensor:
-    """A shape hangs on values: no recording."""
+    """A shape depends on values: no recording."""
     h = torch.tanh(s.a(x))
     chosen = (x[:, 0] > 0).nonzero().squeeze(1)
     return x + s.b(h.index_add(0, chosen, h[chosen].exp()))
@@ -272,7 +272,7 @@ def _cell() -> tuple[Callable[[], None], Callable[[], int]]:
 
 
 def _ticking(tick: Callable[[], Any], value: Callable[[], float]) -> Program:
-    """Every block ticks, and the loss hangs on the count."""
+    """Every block ticks, and the loss depends on the count."""
 
     def run(s: Any, x: Tensor) -> Tensor:
         tick()

@@ -1,4 +1,4 @@
-"""Runs whose blocks are compiled: the budget holds, losses do not hang on it, and ranks keep to it too."""
+"""Runs whose blocks are compiled: the budget holds, losses do not depend on it, and ranks keep to it too."""
 
 from __future__ import annotations
 

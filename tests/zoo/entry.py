@@ -23,7 +23,7 @@ class Entry:
 
     Args:
         loss_fn: makes the loss of the output where the output is not it and has no ``.loss``.
-        values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
+        values_decide: the bytes of a step depend on values (how many rows a mask chooses). A later step may then need
             more than the one that was planned, if that is said.
         by_chance: draws leave layers out. The smallest budget is that of a step that has them all.
         watched_bytes: torch saves so much more of it where anything watches the ops, as every dry run does.

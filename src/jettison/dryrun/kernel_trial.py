@@ -1,9 +1,9 @@
 """Trials of one kernel on made-up values: seconds, and the workspace that it allocates and frees inside the call.
 
 Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly,
-packed sequences are as long as they can be, a mask that rows are put by has as many places as there are rows. A price
-therefore knows nothing of values: a gather with all indices equal is kinder to caches than a real one. What a grouped
-matmul takes inside hangs on its largest group, on the CPU: there the most of several splits counts.
+packed sequences are as long as they can be, and a mask that selects rows has as many true elements as there are rows. A
+price therefore does not depend on real values: a gather with equal indices uses caches better than a real one. On the
+CPU the workspace of a grouped matmul depends on its largest group: the most of several splits counts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OpRequest:
     @property
     def key(self) -> str:
         """Equal for calls that cost the same, in every process. An optimizer's numbers change from step to step, and
-        elementwise work does not hang on them (but powers do)."""
+        elementwise work does not depend on them (but powers do)."""
         args, kwargs = self.args, self.kwargs
         if torch.Tag.pointwise in getattr(self.func, "tags", ()) and "pow" not in self.func._schema.name:
             args, kwargs = tree_map(lambda leaf: float if isinstance(leaf, float) else leaf, (args, dict(kwargs)))

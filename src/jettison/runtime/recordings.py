@@ -161,7 +161,7 @@ class Recordings:
         self._outdated: dict[Any, Program] = {}
         self._distrusted: dict[Any, str] = {}  # signatures with a tensor that was once recomputed wrongly
         self._divergences: dict[Any, int] = {}
-        self._varies: set[Any] = set()  # signatures whose ops hang on values, see `variant`
+        self._varies: set[Any] = set()  # signatures whose ops depend on values, see `variant`
         self._last_values: Any = None
 
     def take_plan(self, number: int, plan: RegionPlan) -> None:

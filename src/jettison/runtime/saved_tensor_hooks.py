@@ -551,4 +551,4 @@ def likely_kind(recipe: Recipe, slot: int, region: PlannedRegion) -> str:
         return "Its values come from a random stream that something moved between forward and its recompute."
     if recipe.trace.reads:
         return "Its forward reads numbers out of tensors."
-    return "Its forward hangs on Python state, or on values, that were other ones when it was recorded."
+    return "Its forward depends on Python state or on values that have changed since it was recorded."
