@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.report.explorer import PANELS, explorer_page
-from jettison.report.explorer_fit import described, key_of, will_it_fit_data
+from jettison.report.explorer_fit import described, key_of
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_steps import StagePasses
 from jettison.report.step_slices import step_slices
@@ -31,16 +30,12 @@ from support.browser import (
     walk_by_keyboard,
 )
 from support.closed_form import Reader
+from support.pages import page_data
 
 MODELS = ("gemma2-2b", "mixtral-8x7b")
 """Beside the published GPTs: layers of two kinds, experts, grouped queries."""
-SETTINGS = 30
+SETTINGS = 12
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
-
-
-@cache
-def data() -> dict[str, Any]:
-    return json.loads(json.dumps(will_it_fit_data(MODELS)))
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +43,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("explorer") / "fit.html"
     path.write_text(explorer_page(MODELS, panels=PANELS[:1]), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def data(file: Path) -> dict[str, Any]:
+    return page_data(file.read_text(encoding="utf-8"))["will-it-fit"]
 
 
 def choose(opened: OpenedPage, **state: object) -> dict[str, Any]:
@@ -86,8 +86,7 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def random_settings(rng: random.Random) -> dict[str, object]:
-    found = data()
+def random_settings(found: dict[str, Any], rng: random.Random) -> dict[str, object]:
     names = ["bf16", "bf16", "fp32", "fp8"]
     return {
         "model": rng.randrange(len(found["models"])),
@@ -110,13 +109,15 @@ def random_settings(rng: random.Random) -> dict[str, object]:
     }
 
 
-def test_the_bar_is_the_ledgers_to_the_byte(file: Path, open_page: Open, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_is_the_ledgers_to_the_byte(
+    file: Path, data: dict[str, Any], open_page: Open, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command that the panel shows prints its peak, ranges and verdict, until each verdict came by chance."""
     opened, rng, verdicts = open_page(file), random.Random(41), set()
-    for count in range(4 * SETTINGS):
+    for count in range(10 * SETTINGS):
         if count >= SETTINGS and len(verdicts) == 3:
             break
-        setting = random_settings(rng)
+        setting = random_settings(data, rng)
         shown = choose(opened, **setting)
         said = ledger(shown["command"], capsys)
         assert sum(shown["parts"]) == said["peak_bytes"], (setting, shown["command"])
@@ -138,9 +139,9 @@ def test_the_bar_is_the_ledgers_to_the_byte(file: Path, open_page: Open, capsys:
     ],
 )
 def test_the_parts_are_those_of_the_highest_moment(
-    file: Path, open_page: Open, setting: dict[str, object], flags: dict[str, Any]
+    file: Path, data: dict[str, Any], open_page: Open, setting: dict[str, object], flags: dict[str, Any]
 ) -> None:
-    names = [model["label"] for model in data()["models"]]
+    names = [model["label"] for model in data["models"]]
     shown = choose(open_page(file), model=names.index("mixtral-8x7b"), b=2, **{"s": 8192, "cp": 1} | setting)
     device = hardware("h100-80gb")
     memory, time = answered(run_of("mixtral-8x7b", seq=8192, micro_batch=2, **flags), device)
@@ -150,8 +151,8 @@ def test_the_parts_are_those_of_the_highest_moment(
     assert dict(zip(PARTS, shown["parts"], strict=True)) == dict(zip(PARTS, wanted, strict=True))
 
 
-def test_every_position_of_the_controls_has_its_table() -> None:
-    found = data()
+def test_every_position_of_the_controls_has_its_table(data: dict[str, Any]) -> None:
+    found = data
     missing = []
     for model, precision, t, cp, ep, (rank, base), again in product(
         found["models"],

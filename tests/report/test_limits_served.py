@@ -46,12 +46,12 @@ def at_once(server: Served, bodies: list[dict[str, object]]) -> list[httpx.Respo
     return asyncio.run(ask())
 
 
-def test_200_plans_at_once_are_all_answered() -> None:
+def test_80_plans_at_once_are_all_answered() -> None:
     """Each with its own document, by two workers."""
-    budgets = [60 * 10**9 + number for number in range(200)]
+    budgets = [60 * 10**9 + number for number in range(80)]
     with served(Limits(workers=2)) as server:
         answers = at_once(server, [{**PLAN, "budget": f"{budget}B"} for budget in budgets])
-    assert Counter(answer.status_code for answer in answers) == {200: 200}
+    assert Counter(answer.status_code for answer in answers) == {200: 80}
     assert [answer.json()["budget_bytes"] for answer in answers] == budgets
     assert {answer.json()["hash"] for answer in answers} == {answers[0].json()["hash"]}
     assert all(answer.json()["feasible"] for answer in answers)

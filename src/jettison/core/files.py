@@ -24,10 +24,11 @@ def read_bytes(path: Path, name: str = "", *, most: int | None = None) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            content = file.read() if most is None else file.read(most + 1)
+            known = os.fstat(file.fileno()).st_size  # 0 of a pipe
+            content = b"" if most is not None and known > most else file.read(-1 if most is None else most + 1)
     except OSError as error:
         raise UsageError(f"{name or path} cannot be read: {error.strerror or error}") from None
-    if most is not None and len(content) > most:
+    if most is not None and max(known, len(content)) > most:
         raise UsageError(f"{name or path} is too large; at most {format_bytes(most)} are read")
     return content
 

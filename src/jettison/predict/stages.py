@@ -369,6 +369,19 @@ def _region(
     on_host: OptimizerOffload,
 ) -> StageRegion:
     """Region of an end by name, or of a layer by the number of its kind; ``tied``: with its copy of tied weights."""
+    return replace(_kept(signature, which, optimizer, sharding, tied, on_host), policy=policy)
+
+
+@lru_cache(maxsize=65536)
+def _kept(
+    signature: RegionSignature,
+    which: int | str,
+    optimizer: Optimizer,
+    sharding: Layout,
+    tied: bool,
+    on_host: OptimizerOffload,
+) -> StageRegion:
+    """The region without recomputation; its model states are those of every policy."""
     layer = signature.model.kinds[which] if isinstance(which, int) else None
     if layer is None:
         name, region = str(which), embedding_region(signature) if which == EMBEDDING else head_region(signature)
@@ -381,7 +394,7 @@ def _region(
     held = model_states(
         weights, precision=precision, optimizer=optimizer, layout=sharding, in_layer=in_layer, on_host=on_host
     )
-    return StageRegion(name=name, region=region, policy=policy, static=held, layer=layer)
+    return StageRegion(name=name, region=region, policy=NONE, static=held, layer=layer)
 
 
 def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = False) -> Passes:
