@@ -80,11 +80,12 @@
     const [bytes, fragments] = run.model.ranges[run.rank ? 1 : 0], scale = Math.sqrt(nbytes * GIB);
     const talking = [run.t, run.cp, run.ep, run.pp, run.dp].filter((n) => n > 1).length;
     const fixed = data.fixed.map((n, i) => n + talking * data.communicator[i] + (run.ep > 1 ? data.all_to_all[i] : 0));
-    const segments = Math.max(nbytes + Math.min(cached, Math.floor(nbytes / 4)) + streams, updated);
+    const usable = data.gpus.find(([name]) => name === run.gpu)[1];
+    const beyond = Math.max(Math.min(cached, Math.floor(nbytes / 4)) + streams, updated - nbytes);
+    const segments = nbytes + Math.min(beyond, Math.max(0, usable - fixed[1] - nbytes));
     const allocated = bytes.map((share) => nbytes * share), more = fragments.map((share) => segments + share * scale);
     const floor = allocated[0] * data.least_fragments, least = floor + fixed[0];
     const reserved = [Math.max(floor, more[0]), Math.max(floor, more[1]), Math.max(allocated[2], more[2])], device = reserved.map((n, i) => n + fixed[i]);
-    const usable = data.gpus.find(([name]) => name === run.gpu)[1];
     const verdict = device[2] <= usable ? "fits" : least <= usable ? "too close to call" : "does not fit";
     return { allocated, reserved, device, usable, verdict };
   };
