@@ -137,6 +137,11 @@ NOT_COUNTED: Final = {
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""
 PUBLISHERS: Final = (
+    ("NousResearch", "NousResearch"),
+    ("aws-samples", "aws-samples"),
+    ("chenyaofo", "chenyaofo"),
+    ("mlc-ai", "mlc-ai"),
+    ("odissei-benchmarks", "odissei-benchmarks"),
     ("torchtitan", "torchtitan"),
     ("pytorch PR", "torchtitan"),
     ("pytorch/ao", "torchao"),
@@ -153,7 +158,7 @@ PUBLISHERS: Final = (
     ("torchtune", "torchtune"),
     ("Megatron-LM, September", "Megatron-LM PR 482"),
 )
-"""Publisher of a source, by a part of its name; of any other, its first word."""
+"""Publisher of a source, by the first part here that its name has; of any other, its first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
