@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
+from jettison.solve import offload_options
 from jettison.solve.offload_options import is_lean, lean_points
 
 NARROW, WIDE = 10, 100
@@ -42,3 +43,25 @@ def test_nothing_is_kept_that_does_not_lower_the_peak():
     program = two_halves()
     everything = program.saved_buffers()
     assert lean_points(program, everything, [1.0] * 6) == ()
+
+
+def test_a_block_of_thousands_of_ops_replays_its_backward_for_some_buffers(monkeypatch):
+    """As a loop over the sequence writes it, one op after the other for each token."""
+    length, replays = 4000, []
+    buffers = tuple(
+        Buffer(
+            index=i,
+            nbytes=WIDE,
+            source=Source.OP if i else Source.INPUT,
+            producer=i - 1 if i else None,
+            keepable=True,
+            name="" if i else "0",
+        )
+        for i in range(length + 1)
+    )
+    ops = tuple(Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in range(length))
+    slots = tuple(Slot(index=i, buffer=i, shape=(), dtype="") for i in range(length))
+    program = Program(buffers=buffers, ops=ops, slots=slots, outputs=(length,))
+    monkeypatch.setattr(offload_options, "_peak", lambda _, kept: replays.append(kept) or WIDE * (length - len(kept)))
+    lean_points(program, frozenset({0}), [1.0] * length)
+    assert 200 < len(replays) < 1000

@@ -135,6 +135,7 @@ def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent:
 
 MOST_CUTS = 3  # for each block
 LEAST_GAIN = 0.02  # lower peak, as a share, for one more buffer
+MOST_REPLAYED = 1_000_000  # ops for one more buffer, which takes a second
 
 
 def lean_points(
@@ -162,10 +163,11 @@ def is_lean(key: str) -> bool:
 
 
 def _candidates(program: Program, kept: frozenset[int]) -> list[int]:
-    """Recomputed buffers that could be kept."""
+    """Recomputed buffers that could be kept; of a block with thousands of ops, every so many."""
     again = program.recompute_set(kept)
     made = {b for i in again for b in program.ops[i].outputs if program.buffers[b].producer == i}
-    return sorted(b for b in made if program.buffers[b].keepable and not program.buffers[b].free and b not in kept)
+    found = sorted(b for b in made if program.buffers[b].keepable and not program.buffers[b].free and b not in kept)
+    return found[:: 1 + len(found) * len(program.ops) // MOST_REPLAYED]
 
 
 def _peak(program: Program, kept: frozenset[int]) -> int:
