@@ -447,7 +447,7 @@ def test_flags_that_exclude_each_other(capsys, arguments, message):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "expected an object"),
+        ("[]", "it has a list, not keys with values"),
         ("{}", "no model_type"),
         ('{"model_type": "no-such-model"}', "the model_type 'no-such-model'"),
         ('{"model_type": "llama", "hidden_size": 64}', "lacks"),
