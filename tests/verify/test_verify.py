@@ -46,6 +46,13 @@ def check(proof):
     assert Proof.from_json(proof.to_json()) == proof
 
 
+def test_the_copy_is_made_after_planning_which_counts_what_else_is_on_the_device():
+    model, batch = llama()
+    said: list[str] = []
+    check(jettison.verify(model, batch, budget="100MiB", steps=1, rounds=1, progress=said.append))
+    assert said[said.index("training side by side") - 1] == "copying the model" != said[0]
+
+
 def test_a_budget_is_planned_proven_and_taken_off_again():
     model, batch = llama()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -221,8 +221,7 @@ def told(name: str, then: str | None, now: str | None) -> str:
 
 
 def machine_facts() -> Facts:
-    cuda = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else []
+    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()) if torch.cuda.is_available()]
     return {
         "jettison": f"{sys.modules[PACKAGE].__version__} ({_own_code()})",
         "torch": torch.__version__,

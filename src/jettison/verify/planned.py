@@ -97,9 +97,6 @@ def verify(
     given = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, keep_output=keep_output)
     stay = handle.regions if handle is not None else ()
     with leaving_untrained(given, stay):
-        progress("copying the model")
-        copied = independent_copy(model)
-        plain = replace(given, model=copied, optimizer=mirrored(optimizer, model, copied), under=whole_losses)
         applied = handle
         if budget is not None:
             applied = auto_checkpoint(
@@ -121,6 +118,9 @@ def verify(
             applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile, host_budget=host_budget)
         assert applied is not None
         try:
+            progress("copying the model")  # after planning, which counts what else is on the device
+            copied = independent_copy(model)
+            plain = replace(given, model=copied, optimizer=mirrored(optimizer, model, copied), under=whole_losses)
             proof = _prove(plain, given, applied, steps, rounds, progress)
             if look is not None:
                 look(plain, given)

@@ -80,14 +80,16 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         self.step()
 
-    def memory(self) -> PeakReport:
-        """Bytes that a step allocates; other tensors of the process are not counted."""
+    def memory(self, other: Side) -> PeakReport:
+        """Bytes that a step allocates; on CUDA, as in a budget, with all on the device except the ``other`` side."""
         self.model.zero_grad(set_to_none=True)
         static = static_tensors(self.model, self.batch, self.optimizer)
         marks = PhaseMarks()
         report = measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
         self.model.zero_grad(set_to_none=True)
         others = unique_bytes(static) - report.static_bytes
+        if report.source == "cuda":
+            others = -AllocationCounter(static_tensors(other.model, (), other.optimizer), device="cuda").live_bytes
         return replace(report, peak_bytes=report.peak_bytes + others, levels=_moved(report.levels, others))
 
 
@@ -172,7 +174,7 @@ def proof_of(
     parameters = parameter_digest(plain.model) == parameter_digest(other.model)
     with under():
         progress("measuring peaks")
-        baseline, measured = plain.memory(), other.memory()
+        baseline, measured = plain.memory(other), other.memory(plain)
         progress("timing steps")
         timing = interleaved(rounds, {"plain": plain.whole_step, name: other.whole_step}, warmup=1)
     return Proof(
