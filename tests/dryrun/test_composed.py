@@ -258,7 +258,7 @@ def test_what_is_never_composed_has_a_name():
     trace, step = planner.trace, planner.judge.dry_step
     assert why_whole(trace, step, offloads=False) == ""
     assert "host" in why_whole(trace, step, offloads=True)
-    assert "own" in why_whole(trace, object(), offloads=False)
+    assert "custom" in why_whole(trace, object(), offloads=False)
     assert "no blocks" in why_whole(replace(trace, calls=[]), step, offloads=False)
 
 
