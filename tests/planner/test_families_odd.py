@@ -334,6 +334,52 @@ def test_layers_that_are_left_out_by_a_draw_are_all_counted() -> None:
     assert "decides by numbers" in trace.root.problem
 
 
+class Masked(nn.Module):
+    """Attention with a mask that its block does not get on short sequences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("got no mask")
+
+
+class Deciding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.sum() < 1e9 else x
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.attend, self.out = nn.Linear(WIDTH, WIDTH), Masked(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.attend(self.project(x)))
+
+
+class Switching(Stack):
+    """Its first forward on a short sequence replaces the attention of its blocks."""
+
+    def __init__(self, attention: Callable[[], nn.Module]) -> None:
+        super().__init__(Attending)
+        self.attention: Callable[[], nn.Module] | None = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attention is not None:
+            for layer in self.layers:
+                layer.attend = self.attention()
+            self.attention = None
+        return super().forward(x)
+
+
+def test_blocks_whose_modules_the_model_replaces_are_planned_as_called() -> None:
+    trace = trains_the_same(Switching(nn.Tanh), torch.randn(8, 4), torch.randn(6, 4))
+    assert len(trace.calls) == 3 and not trace.warnings
+    model = Switching(Deciding)
+    with pytest.raises(TraceError, match="after a forward, if that replaces"):
+        trace_model(model, torch.randn(8, 4))
+    model(torch.randn(8, 4))
+    trains_the_same(model, torch.randn(8, 4))
+
+
 class Growing(Stack):
     """Adds a hook to its blocks in each forward, as collectors of outputs do."""
 

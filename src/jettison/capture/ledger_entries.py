@@ -52,7 +52,7 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
     blocks: list[SavedTensor] = []
     for index, call in enumerate(trace.calls):
         cls = trace.classes[call.class_key]
-        if cls.opaque:
+        if cls.problem:
             continue  # the trace's warnings name it
         for entry in _region(trace, index, cls).entries(chosen(call.name, cls.trace.program)):
             if entry.role == "shared input" and entry.storage not in known:

@@ -17,7 +17,7 @@ from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
-from jettison.core.objects import summary
+from jettison.core.objects import ABSENT, summary, swapped_entries
 from jettison.core.units import format_seconds
 from jettison.ledger.program import Program
 
@@ -46,20 +46,21 @@ class BlockClass:
     example: str  # name of the recorded block
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]]  # of its modules, and what was in them when it was called
     signature: Any = None
-    problem: str = ""  # why it has no program; its trace then only has inputs and outputs
+    problem: str = ""  # why it has no program, only inputs and outputs: it is kept or checkpointed as a whole
     verdict: Any = None  # whether its Python may be rerun, if that was tried
     compiled: CompiledProgram | None = None  # if its blocks run compiled
 
-    @property
-    def opaque(self) -> bool:
-        """Whether the block can only be kept or checkpointed as a whole."""
-        return bool(self.problem)
+    def as_called(self) -> contextlib.AbstractContextManager[None]:
+        """Give its modules the attributes and children of the call: the model may have changed them before it."""
+        found = ((t, k, v) for t, was in self.tables for k, v in was.items() if t.get(k, ABSENT) is not v)
+        return swapped_entries(entry for entry in found if entry[1] != "forward")
 
     @property
     def stood_in(self) -> bool:
         """Whether a dry run has a stand-in for the block, with levels that were observed on real tensors."""
-        return self.opaque or self.compiled is not None
+        return bool(self.problem) or self.compiled is not None
 
     @property
     def program(self) -> Program:
@@ -112,11 +113,9 @@ class ModelTrace:
         types = {t.device.type for t in (*self.fake_model.parameters(), *self.fake_model.buffers())}
         return min(types - {"cpu", "meta"}, default=None)
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self) -> contextlib.AbstractContextManager[None]:
         """Context for runs of the fake copy, with autocast as it was when the trace was taken."""
-        with context_of(self, self.fake_model):
-            yield
+        return context_of(self, self.fake_model)
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops if it could not be recorded."""
@@ -223,8 +222,7 @@ def settings_of(name: str, module: nn.Module) -> CompileSettings:
     """Settings of ``module.compile(...)``. Raises `UnsupportedModule` for those that no plan supports."""
     from torch._inductor import config  # imported only if something is compiled
 
-    config_of = getattr(module._compiled_call_impl, "get_compiler_config", None)
-    patched = config_of() if config_of is not None else None  # all of Inductor's settings, with the given ones
+    patched = getattr(module._compiled_call_impl, "get_compiler_config", lambda: None)()  # Inductor's, with the given
     if not isinstance(patched, dict):
         raise UnsupportedModule(
             f"{name} is compiled by another backend than Inductor, which alone asks somebody else what to save for "

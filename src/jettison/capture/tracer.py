@@ -94,8 +94,7 @@ def _traced(
         held = batch if values_known else fake_batch(batch, mode)
         if is_sharded:
             held = as_batch(*cast_batch(model, *as_call(held)))
-    watchable = values_known and is_real(model) and not is_sharded
-    tracer = Tracer(fake_model, mode, regions, model if watchable else None)
+    tracer = Tracer(fake_model, mode, regions, model if values_known and is_real(model) and not is_sharded else None)
     root_signature = (call_signature(*as_call(held))[1], global_signature())
     given = as_batch(*opaque_copy(as_call(held)))
     with (
@@ -168,8 +167,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     fake_model = fake_copy(module, mode)
     tracer = Tracer(fake_model, mode, blocks, module if is_real(module) and not sharded_modules(module) else None)
     args, kwargs = opaque_copy((args, kwargs))
-    values = tree_leaves((args, kwargs))
-    with on_fakes(mode), tracer.installed(), leaving_nothing([fake_model], values) as state:
+    with on_fakes(mode), tracer.installed(), leaving_nothing([fake_model], tree_leaves((args, kwargs))) as state:
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
         anchor_root(trace, tracer.memory.in_the_root(root))
@@ -183,7 +181,7 @@ def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
     try:
         yield
     except (LookupError, AttributeError, TypeError) as error:
-        cls = next((cls for cls in classes.values() if cls.opaque), None)
+        cls = next((cls for cls in classes.values() if cls.problem), None)
         if cls is None:
             raise
         raise TraceError(
@@ -363,8 +361,7 @@ class Tracer:
         kind, name = type(module), found.example
         of_opaque = (kind, signature, found.problem, self._keys[name])
         likeness: Any = of_opaque if found.problem else found.trace.likeness()
-        known = self._likenesses.get(likeness)
-        if known is not None:
+        if (known := self._likenesses.get(likeness)) is not None:
             return known
         alike = [n for n in self.names if type(self.fake_model.get_submodule(n)) is kind]
         _refuse_unfit(name, found.trace, alike, self.names)
@@ -380,6 +377,7 @@ class Tracer:
         inside: dict[int, Tensor] = {}
         problem = ""
         before = (args, kwargs)
+        tables = [(table, dict(table)) for m in module.modules() for table in (vars(m), m._modules)]
         state = Isolation([module], leaves)
         try:
             before = opaque_copy((args, kwargs), lambda tensor: inside.setdefault(id(tensor), tensor))
@@ -403,14 +401,17 @@ class Tracer:
                 if not stream.is_unchanged():
                     stream.put_back()
             problem = str(error)
-            if self.real is None:
+            real = self.real.get_submodule(name) if self.real is not None else nn.Identity()
+            if [*map(type, real.modules())] != [*map(type, module.modules())]:
                 raise TraceError(
-                    f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
-                    "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
+                    f"block {name!r} cannot be recorded ({problem}), and there is no real one like it to watch "
+                    "instead; trace a model with real weights and a real batch (after a forward, if that replaces "
+                    "modules of its blocks), or leave the block out with regions=[...]"
                 ) from error
-            trace = observed_trace(self.real.get_submodule(name), *before)
+            trace = observed_trace(real, *before)
             self.memory.trails.append(None)
-        return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
+        args, kwargs = before
+        return BlockClass(key="", trace=trace, example=name, args=args, kwargs=kwargs, tables=tables, problem=problem)
 
 
 # memory that is written to after a block has used it, and before its backward -----------------------------------------

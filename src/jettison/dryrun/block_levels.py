@@ -93,6 +93,7 @@ def dry_run_block(
     with contextlib.ExitStack() as stack:
         stack.enter_context(context_of(trace, module))
         stack.enter_context(as_signed(cls.signature[1]))  # the model may enable autocast around its blocks
+        stack.enter_context(cls.as_called())
         stack.enter_context(quiet_gc())
         region = PlannedForward(module, cls.example, policy, how=Check(trace.loop.check))
         stack.callback(region.remove)

@@ -261,7 +261,7 @@ def regions_of(trace: ModelTrace) -> RecordedRegions:
         why = "; ".join(trace.warnings) or "nothing to lay out or to recompute"
         raise UsageError(f"{type(trace.fake_model).__name__} has no blocks that repeat: {why}")
     for cls in trace.classes.values():
-        if cls.opaque:
+        if cls.problem:
             raise UsageError(f"blocks like {cls.example} cannot be recorded: {cls.problem}")
     made = _TraceRegions(trace)
     return RecordedRegions(before=made.before(), blocks=tuple(made.blocks()), after=made.after())

@@ -36,7 +36,7 @@ def policy_kept(
     offloaded: frozenset[int] = frozenset(),
     packed: frozenset[int] = frozenset(),
 ) -> CheckpointPolicy:
-    if cls.compiled is None and cls.opaque:
+    if cls.compiled is None and cls.problem:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
         return KeepAll()  # with Inductor's own choice

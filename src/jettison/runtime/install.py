@@ -161,7 +161,7 @@ def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced:
         cls = traced.classes[call.class_key]
         if call.name in regions and cls.compiled is not None:
             regions[call.name].recordings.give_up(call.signature, RUNS_COMPILED)
-        elif call.name in regions and cls.opaque:
+        elif call.name in regions and cls.problem:
             regions[call.name].recordings.late |= cls.trace.late
             regions[call.name].recordings.give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
