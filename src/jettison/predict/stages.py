@@ -347,14 +347,14 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
     table = run.layout.pp > 1 and not run.model.tied_embeddings  # otherwise the stage has one already
-    found = _region(run.signature, number, policy, run.optimizer, run.layout.sharding, table, run.optimizer_offload)
-    return found.under(picked)
+    found = _region(run.signature, number, run.optimizer, run.layout.sharding, table, run.optimizer_offload)
+    return replace(found, policy=policy).under(picked)
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, with a second copy of a tied weight under pipelines."""
     twice = name == EMBEDDING or run.layout.pp > 1
-    found = _region(run.signature, name, NONE, run.optimizer, run.layout.sharding, twice, run.optimizer_offload)
+    found = _region(run.signature, name, run.optimizer, run.layout.sharding, twice, run.optimizer_offload)
     return replace(found, held=found.region.returned) if run.keep_logits and name == HEAD else found
 
 
@@ -362,26 +362,12 @@ def _end(run: Run, name: str) -> StageRegion:
 def _region(
     signature: RegionSignature,
     which: int | str,
-    policy: str,
     optimizer: Optimizer,
     sharding: Layout,
     tied: bool,
     on_host: OptimizerOffload,
 ) -> StageRegion:
     """Region of an end by name, or of a layer by the number of its kind; ``tied``: with its copy of tied weights."""
-    return replace(_kept(signature, which, optimizer, sharding, tied, on_host), policy=policy)
-
-
-@lru_cache(maxsize=65536)
-def _kept(
-    signature: RegionSignature,
-    which: int | str,
-    optimizer: Optimizer,
-    sharding: Layout,
-    tied: bool,
-    on_host: OptimizerOffload,
-) -> StageRegion:
-    """The region without recomputation; its model states are those of every policy."""
     layer = signature.model.kinds[which] if isinstance(which, int) else None
     if layer is None:
         name, region = str(which), embedding_region(signature) if which == EMBEDDING else head_region(signature)
