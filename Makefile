@@ -10,7 +10,7 @@ MACHINES ?=
 TORCHES ?= 2.11.0 2.13.0 2.15.0
 VERSIONED ?= runtime capture planner export parallel integrations
 
-.PHONY: setup demo test test-slow test-gpu test-machines test-versions gpu check docs format bench pictures clean browser
+.PHONY: setup demo test test-slow test-gpu test-machines test-versions gpu gpu-simulated check docs format bench pictures clean browser
 
 setup: $(STAMP)
 
@@ -76,6 +76,10 @@ test-torch-%: .venv-torch-%/.installed
 # Without setup: on the machine that has the device there may be torch and no way to install anything.
 gpu:
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.kit $(GPU)
+
+# The kit on a CUDA device made of host memory and threads: its logic, bits and bytes, and no times. Needs g++; minutes.
+gpu-simulated: setup
+	cd tests && ../$(BIN)/python -m support.simulated_cuda benchmarks.gpu.kit --tiny --out ../out/gpu-simulated $(GPU)
 
 format: setup
 	$(BIN)/ruff check --fix .
