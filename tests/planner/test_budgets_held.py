@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import Infeasible, UnsupportedModule
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
@@ -68,6 +70,18 @@ def smallest(model: nn.Module, x: Tensor) -> int:
     with pytest.raises(Infeasible) as refused:
         jettison.auto_checkpoint(model, (x,), Bytes(1))
     return refused.value.minimum_budget_bytes
+
+
+def test_a_refusal_keeps_nothing_of_its_planning() -> None:
+    """Whoever plans again inside ``except`` has no trace next to the new one: its tensors would count on a GPU."""
+    gc.collect()
+    before = {id(o) for o in gc.get_objects() if isinstance(o, ModelTrace)}
+    model, x = Stack(InPlace), torch.randn(16, 6, WIDTH)
+    with pytest.raises(Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), Bytes(1))
+    gc.collect()
+    assert refused.value.__traceback__ is not None
+    assert not [o for o in gc.get_objects() if isinstance(o, ModelTrace) and id(o) not in before]
 
 
 def peak(model: nn.Module, x: Tensor) -> int:

@@ -115,6 +115,7 @@ class Recorder:
         self._current = VirtualStream("compute", copies=False)
         self._blocks: dict[int, tuple[Any, int]] = {}  # storage -> weak reference, key in the clocks
         self._next = 0
+        self._uses: dict[int, dict[VirtualStream, None]] = {}  # by key in the clocks: streams that hold freed memory
 
     @property
     def races(self) -> list[Race]:
@@ -139,6 +140,10 @@ class Recorder:
             return
         self._reach(event)
         self.moment()
+
+    def record_use(self, stream: VirtualStream, source: Tensor) -> None:
+        """See `StreamDevice`."""
+        self._uses.setdefault(self._block(source.untyped_storage()), {})[stream] = None
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `StreamDevice`."""
@@ -253,7 +258,10 @@ class Recorder:
         def died(reference: object) -> None:
             recorder = this()
             if recorder is not None:
-                recorder.clocks.free(stream, key, nbytes)
+                clocks, reuse = recorder.clocks, ("reuse of", key)  # ordered after these streams, which do not wait
+                for each in (stream, *recorder._uses.pop(key, ())):
+                    clocks.wait(reuse, clocks.record(each))
+                clocks.free(reuse, key, nbytes)
                 if recorder._blocks.get(address, (None,))[0] is reference:
                     del recorder._blocks[address]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.kernel_trial import OpRequest, StandInMemory, least_seconds, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.verify.differences import rng_digest
-from jettison.verify.timing import interleaved
+from jettison.verify.timing import interleaved, timed_seconds
 
 aten = torch.ops.aten
 
@@ -158,6 +159,15 @@ def test_an_optimizers_numbers_are_no_part_of_a_key():
     a, b = (request(aten.addcdiv_.default, x, x, x, value=value) for value in (-0.1, -0.2))
     assert a.key == b.key
     assert request(aten.pow.Tensor_Scalar, x, 2.0).key != request(aten.pow.Tensor_Scalar, x, 2.5).key
+
+
+def test_timing_waits_for_every_device_in_use(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: [4096, 0, 4096][device])
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    timed_seconds(lambda: waited.append("case"), time.perf_counter)
+    assert waited == [0, 2, "case", 0, 2]
 
 
 def test_expanded_arguments_cost_one_row():

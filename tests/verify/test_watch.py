@@ -32,6 +32,18 @@ def loop(out: Path, *, steps: int = 10, after: Callable[[int, torch.Tensor], Non
     return watch
 
 
+def test_a_model_on_another_gpu_is_watched_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, second = nn.Linear(2, 2), torch.device("cuda", 1)
+    monkeypatch.setattr("jettison.runtime.offload.place_of", {model: second}.get)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: {second: 512}[device])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {second: 1024}[device])
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda _: None, raising=False)
+    with jettison.watch(model, out=tmp_path / "watch.json") as watch:
+        watch.step()
+    assert [step.between_bytes for step in watch.steps] == [512]
+
+
 def test_a_healthy_loop_writes_nothing(tmp_path: Path) -> None:
     watch = loop(tmp_path / "watch.json")
     assert not list(tmp_path.iterdir())

@@ -728,14 +728,13 @@ def _cuda_peak(step: Callable[[], object], device: torch.device, marks: PhaseMar
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
-    statistics = torch.cuda.memory_stats(device)
     return PeakReport(
         peak_bytes=max(torch.cuda.max_memory_allocated(device), *(peak for _, peak in marks.peaks), 0),
         static_bytes=static_bytes,
         after_bytes=torch.cuda.memory_allocated(device),
         source="cuda",
         reserved_bytes=torch.cuda.max_memory_reserved(device),
-        requested_bytes=int(statistics.get("requested_bytes.all.peak", 0)) or None,
+        requested_bytes=int(torch.cuda.memory_stats(device).get("requested_bytes.all.peak", 0)) or None,
         levels=StepLevels.of((name, [peak]) for name, peak in marks.peaks),
     )
 

@@ -273,8 +273,7 @@ def _device_run(request: OpRequest) -> KernelRun | Exception:
         args, kwargs = _made_up(request, _memory)
         if not request.device.startswith("cuda"):
             return KernelRun(seconds=one_run(request.func, args, kwargs, request.device), workspace_bytes=0)
-        device = torch.device(request.device)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device := torch.device(request.device))
         before_bytes = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()

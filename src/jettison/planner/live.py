@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, call_model, expect_module, expect_trace, loss_of
 from jettison.capture.sharded import sharded_modules, states, stay_unsharded
-from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError, warn
+from jettison.core.errors import Infeasible, StaleTensor, TooMuchMemory, TraceError, UnsupportedModule, UsageError, warn
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
@@ -164,7 +164,7 @@ def sweep(
         try:
             found.append(planner.as_plan(planner.plan(budget_bytes), budget_bytes))
         except Infeasible as error:
-            found.append(error)
+            found.append(error.with_traceback(None))
     return found
 
 
@@ -273,8 +273,6 @@ def auto_checkpoint(
         chunked_loss=chunked_loss,
         progress=progress,
     )
-    if isinstance(shapes, Iterator):
-        shapes = tuple(shapes)
     with reported(progress, f"planning {type(model).__name__} under a budget of {ask.asked}") as done:
         batches = [batch, *_sequence("shapes", shapes)]
         try:
@@ -317,7 +315,10 @@ class _Request:
         return self.models or (self.model,)
 
     def applied(self, batches: Sequence[Any], asked: AskedBudget, plan: str | os.PathLike[str] | None) -> Applied:
-        return with_losses(lambda losses: self._applied(losses, batches, asked, plan), chunked=self.chunked_loss)
+        try:
+            return with_losses(lambda losses: self._applied(losses, batches, asked, plan), chunked=self.chunked_loss)
+        except TooMuchMemory as error:  # a trace in its frames has device memory, and the caller may plan again
+            raise error.with_traceback(None) from None
 
     def _applied(
         self,

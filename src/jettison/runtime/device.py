@@ -72,6 +72,9 @@ class StreamDevice:
     def wait(self, stream: Stream, event: Event) -> None:
         """Make later work in ``stream`` wait for the event."""
 
+    def record_use(self, stream: Stream, source: Tensor) -> None:
+        """If ``source`` is another stream's memory, hold it after its release until work then in ``stream`` ends."""
+
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Allocate bytes on the device from the current stream's memory: its earlier work may still use them."""
         assert self._like is not None  # nothing is fetched before something was sent
@@ -130,6 +133,9 @@ class Accelerator(OnHost):
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
+
+    def record_use(self, stream: Stream, source: Tensor) -> None:
+        source.record_stream(stream)
 
     def _memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -15,8 +15,8 @@ Copies run in streams of their own. Each edge of their order, named where the co
   1. An offload begins after the op that wrote its source: the current stream is read at every pack, and recorded after
   the gather or clone there.
   2. It writes to a range of a slab once the copy that read the previous contents is over.
-  3. A source is held until its own stream has waited for the copy. `record_stream` would hold it for as long as the
-  device happens to take; this way peaks follow from the plan.
+  3. A source is held until the stream it was packed in has waited for the copy: peaks follow from the plan. Memory of
+  another stream, which waits for nothing, is also held by `record_stream`, for as long as the device happens to take.
   4. A buffer for a fetch is allocated in the current stream, and its copy waits for that point: the memory may be in
   use by earlier work of that stream.
   5. A fetch waits for the offload of the same bytes, however early it is requested.
@@ -190,9 +190,7 @@ class HostPool:
         if sum(slabs) >= sum(self._planned):
             self._planned = slabs
         there = [room.slab.nbytes for room in self._rooms]
-        if len(slabs) == 1 and any(nbytes >= slabs[0] for nbytes in there):
-            return
-        if tuple(there[: len(slabs)]) == slabs:
+        if tuple(there[: len(slabs)]) == slabs or (len(slabs) == 1 and max(there, default=0) >= slabs[0]):
             return
         for room in [room for room in self._rooms if not room.taken]:
             for _, _, event in room.reads:
@@ -202,8 +200,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> SlabSpan:
         """Take a range of this size. Raises `HostBudgetExceeded` as `reserve` does."""
-        span = self._find(nbytes)
-        if span is not None:
+        if (span := self._find(nbytes)) is not None:
             return span
         aligned = _aligned(nbytes)
         wanted = self._planned if max(self._planned, default=0) >= aligned else (aligned,)
@@ -214,13 +211,12 @@ class HostPool:
 
     def _find(self, nbytes: int) -> SlabSpan | None:
         for room in self._rooms:
-            if (offset := room.take(nbytes)) is None:
-                continue
-            end = offset + nbytes
-            meeting = tuple(event for begin, stop, event in room.reads if begin < end and offset < stop)
-            self.live_bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            return SlabSpan(room.slab, offset, nbytes, meeting)
+            if (offset := room.take(nbytes)) is not None:
+                end = offset + nbytes
+                meeting = tuple(event for begin, stop, event in room.reads if begin < end and offset < stop)
+                self.live_bytes += nbytes
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                return SlabSpan(room.slab, offset, nbytes, meeting)
         return None
 
     def give(self, span: SlabSpan, read_until: Event | None) -> None:
@@ -235,12 +231,9 @@ class HostPool:
         self.live_bytes -= span.nbytes
 
     def _grow(self, slabs: Sequence[int]) -> None:
-        real_bytes = self._real(slabs)
-        if not self._allows(slabs):
-            assert self.budget_bytes is not None
+        if self.budget_bytes is not None and not self._allows(slabs):
             raise self._exceeded(slabs, self.budget_bytes, "the host budget")
-        left = self._left()
-        if left is not None and real_bytes > left:
+        if (left := self._left()) is not None and self._real(slabs) > left:
             raise self._exceeded(slabs, self.real_bytes + left, "what this machine has for it")
         self._rooms += [SlabRanges(self.device.pin(nbytes)) for nbytes in slabs]
 
@@ -362,9 +355,10 @@ class OffloadEngine:
     def send(self, source: Tensor, group: Group) -> StorageUse:
         """Start to offload flat bytes, once per range. Raises `HostBudgetExceeded` without room in CPU memory."""
         with self._working():
+            device, stream = self.device, self.device.current_stream()
+            device.record_use(stream, source)  # edge 3
             if (known := self._known(source)) is not None:
                 return StorageUse(known)
-            device, stream = self.device, self.device.current_stream()
             span = self.pool.take(source.numel())
             device.wait(device.sends, device.record(stream))  # edge 1
             for read in span.read_until:

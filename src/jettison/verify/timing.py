@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -57,12 +57,11 @@ def interleaved(
 
 
 def timed_seconds(case: Callable[[], object], clock: Clock) -> float:
-    """Seconds of one call, the device's work included; wall time by default."""
-    _synchronize()
-    start = clock()
+    """Seconds of one call, the work of all CUDA devices in use included; wall time by default."""
+    devices = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
+    start = _synchronized(devices, clock)
     case()
-    _synchronize()
-    return clock() - start
+    return _synchronized(devices, clock) - start
 
 
 def _order(names: list[str], index: int) -> list[str]:
@@ -85,9 +84,10 @@ def _case(name: str, samples: list[float], base: list[float]) -> CaseTiming:
     )
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def _synchronized(devices: Iterable[int], clock: Clock) -> float:
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return clock()
 
 
 # environment of a measurement -----------------------------------------------------------------------------------------

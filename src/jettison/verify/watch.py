@@ -42,6 +42,7 @@ from jettison.diagnose.facts import (
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
 from jettison.diagnose.log import WatchRecord
 from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.runtime import offload
 
 HISTORY: Final = 200_000
 """Events of the caching allocator's history that are kept for a snapshot."""
@@ -100,15 +101,13 @@ class LoopWatch:
         """Write the record so far and return its file."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         kept = self.out.with_suffix(".pickle")
-        steps = (*self.steps, self._begun(None))
-        has_snapshot = (bool(error) and kept.exists()) or self._meter.snapshot(kept)
         record = WatchRecord(
             device=self._meter.device,
-            steps=steps,
+            steps=(*self.steps, self._begun(None)),
             survivors=self._meter.survivors(),
             error=error,
             allocator=next((os.environ[name] for name in _ALLOCATORS if name in os.environ), ""),
-            snapshot=kept.name if has_snapshot else "",
+            snapshot=kept.name if (error and kept.exists()) or self._meter.snapshot(kept) else "",
         )
         self.out.write_text(json.dumps(record.document(), indent=1), encoding="utf-8")
         return self.out
@@ -139,7 +138,8 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
     every step. On CUDA a snapshot is written next to it.
 
     Args:
-        model: its batches are recorded, so that a peak can be related to the batch.
+        model: its batches are recorded, so that a peak can be related to the batch, and its device's memory; without
+            it, the current device's.
 
     Raises:
         UsageError: ``model`` is not a module.
@@ -148,8 +148,9 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
         expect_module(model)
     with ExitStack() as stack:
         snapshot = Path(out).with_suffix(".pickle")
-        cuda = torch.cuda.is_available() if model is None else any(p.is_cuda for p in model.parameters())
-        meter: LoopMeter = CudaLoopMeter(snapshot) if cuda else CountingMeter(model, stack)
+        current = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        place = current if model is None else offload.place_of(model)
+        meter: LoopMeter = CudaLoopMeter(snapshot, place) if place.type == "cuda" else CountingMeter(model, stack)
         found = LoopWatch(meter, Path(out))
         stack.callback(register_optimizer_step_post_hook(found.optimizer_stepped).remove)
         if model is not None:
@@ -166,22 +167,22 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
 
 
 class CudaLoopMeter(LoopMeter):
-    """The CUDA caching allocator: statistics, history, and a snapshot when it runs out of memory."""
+    """The CUDA caching allocator: a device's statistics, history, and a snapshot when it runs out of memory."""
 
     device = "cuda"
 
-    def __init__(self, snapshot: Path) -> None:
+    def __init__(self, snapshot: Path, place: torch.device) -> None:
         snapshot.unlink(missing_ok=True)
-        self._highest = 0
+        self._highest, self._place = 0, place
         torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
         # a snapshot when the error arrives comes after tensors of the failing call were freed
         torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.snapshot(snapshot))
 
     def step(self) -> tuple[int, int | None]:
         """Read statistics without a reset, as they are the user's: a step's peak is known if it is a new maximum."""
-        highest, before = torch.cuda.max_memory_allocated(), self._highest
+        highest, before = torch.cuda.max_memory_allocated(self._place), self._highest
         self._highest = highest
-        return torch.cuda.memory_allocated(), highest if highest > before else None
+        return torch.cuda.memory_allocated(self._place), highest if highest > before else None
 
     def snapshot(self, path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,8 +220,8 @@ class CountingMeter(LoopMeter):
         for place, pairs in groups.items():
             steps = len({step for step, _ in pairs})
             if steps >= max(3, SHARE_OF_STEPS * possible):
-                nbytes = sum(nbytes for _, nbytes in pairs)
-                found.append(Survivor(module=place, role=StepPhase.UNKNOWN, nbytes=nbytes, steps=steps))
+                total = sum(nbytes for _, nbytes in pairs)
+                found.append(Survivor(module=place, role=StepPhase.UNKNOWN, nbytes=total, steps=steps))
         return tuple(sorted(found, key=lambda one: -one.nbytes))
 
 
