@@ -77,9 +77,10 @@ test-torch-%: .venv-torch-%/.installed
 gpu:
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.kit $(GPU)
 
-# The kit on a CUDA device made of host memory and threads: its logic, bits and bytes, and no times. Needs g++; minutes.
+# The kit on a CUDA device made of host memory and threads: its logic, bits and bytes, no times and no graphs. Needs g++.
+SIMULATED ?= gradients losses offload predictions
 gpu-simulated: setup
-	cd tests && ../$(BIN)/python -m support.simulated_cuda benchmarks.gpu.kit --tiny --out ../out/gpu-simulated $(GPU)
+	cd tests && ../$(BIN)/python -m support.simulated_cuda benchmarks.gpu.kit --tiny --out ../out/gpu-simulated --sections $(SIMULATED)
 
 format: setup
 	$(BIN)/ruff check --fix .

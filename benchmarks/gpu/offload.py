@@ -233,7 +233,7 @@ def _sanitizer_says(careless: bool) -> int:
     """Of a process of its own: it watches from the start, and every op is slower under it."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.offload", *(["--careless"] if careless else [])]
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root)])
+    path = os.pathsep.join([str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": path}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=root, env=environment, timeout=SANITIZER_SECONDS, check=False
