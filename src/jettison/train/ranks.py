@@ -203,7 +203,7 @@ def waiting_for(world: World, seconds: float) -> Iterator[None]:
 
 def _initialize(device: torch.device) -> None:
     cuda = device.type == "cuda"
-    backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=_SETUP_SECONDS)
+    backend, timeout = "nccl" if cuda and dist.is_nccl_available() else "gloo", timedelta(seconds=_SETUP_SECONDS)
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
