@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture import tensor_subclasses
+from jettison.capture.isolation import Undo
 from jettison.core.units import Bytes
 
 H, ROWS, BATCH = 32, 64, 8
@@ -131,6 +132,14 @@ def test_products_over_wrappers_are_computed_again(linear: type[nn.Linear], monk
         found = train(model)
         assert [region.kept_bytes for region in handle.report()[:3]] == [INPUT_BYTES] * 3
     assert all(map(torch.equal, found, train(Net(linear))))
+
+
+def test_the_parts_of_a_wrapper_that_is_written_to_are_restored() -> None:
+    wrapped, undo = halved(torch.ones(4, 4)), Undo()
+    undo.note([wrapped])
+    wrapped.numbers.zero_()
+    undo.restore()
+    assert torch.equal(wrapped.whole(), torch.ones(4, 4))
 
 
 def in_eight_bits(recipe: str = "tensorwise") -> nn.Module:

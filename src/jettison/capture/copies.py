@@ -29,7 +29,7 @@ from jettison.capture.state_kinds import (
     owner_of,
     span_of,
 )
-from jettison.capture.tensor_subclasses import is_in_memory, plain
+from jettison.capture.tensor_subclasses import memory_key, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
 from jettison.core.objects import grouped
 
@@ -208,7 +208,7 @@ def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any
     attributes = (value for module in model.modules() for value in list(vars(module).values()))
     found = (one for value in attributes for one, _ in held_in(value, seen) if type(one) is numpy.ndarray)
     arrays = [one for one in {id(one): one for one in found}.values() if one.size and not one.dtype.hasobject]
-    real = [t for t in map(plain, tensors) if is_in_memory(t)] if arrays else []
+    real = [t for t in map(plain, tensors) if memory_key(t) is not None] if arrays else []
     for parts in grouped((id(owner_of(one)), one) for one in arrays).values():
         of_tensor = any(is_lent(one) or any(looks_at(one, tensor) for tensor in real) for one in parts)
         if len(parts) == 1 and not of_tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import outside_torch
@@ -173,6 +173,9 @@ class Undo:
     def note(self, tensors: Iterable[Tensor], *, handed: bool = False) -> None:
         """Copy the memory of tensors that are about to be written to, or ``handed`` to code that may write to them."""
         for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):  # its own storage cannot be read
+                self.note((getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]), handed=handed)
+                continue
             key = memory_key(tensor)
             if key is None or key in self._own:
                 continue

@@ -41,7 +41,7 @@ from jettison.capture import code_names, side_effects, state_kinds
 from jettison.capture.code_names import is_foreign, names_in, package_of
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.state_kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
-from jettison.capture.tensor_subclasses import is_in_memory
+from jettison.capture.tensor_subclasses import memory_key
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
@@ -309,7 +309,7 @@ class Reach:
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.is_leaf and not is_a(tensor, FakeTensor):
                 self.states.append(state_kinds.HookState(tensor))
-        if type(tensor) in state_kinds.PLAIN_TENSORS and is_in_memory(tensor):
+        if type(tensor) in state_kinds.PLAIN_TENSORS and memory_key(tensor) is not None:
             self.states.append(state_kinds.TensorState(tensor))
             self._add(vars(tensor))  # attributes set by code, such as a flag or a counter
         for value in list(vars(tensor).values()):

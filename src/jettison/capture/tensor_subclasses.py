@@ -167,8 +167,7 @@ def infers_shapes() -> bool:
 
 def stepped_in_backward(module: nn.Module) -> set[str]:
     """Names of parameters with hooks that run once their gradient is accumulated: an optimizer may step in one."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if is_stepped_in_backward(parameter)}
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if is_stepped_in_backward(p)}
 
 
 def is_stepped_in_backward(parameter: Any) -> bool:
@@ -193,11 +192,6 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def bytes_of(tensor: Tensor) -> int:
     """Bytes of the memory under a tensor."""
     return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts_of(tensor))}.values())
-
-
-def is_in_memory(tensor: Tensor) -> bool:
-    """Whether one piece of memory has its values."""
-    return memory_key(tensor) is not None
 
 
 def memory_key(tensor: Tensor) -> int | None:

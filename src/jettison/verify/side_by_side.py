@@ -15,7 +15,7 @@ from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.capture.randomness import Streams
 from jettison.capture.state_kinds import TensorState
-from jettison.capture.tensor_subclasses import is_in_memory, plain
+from jettison.capture.tensor_subclasses import memory_key, plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.progress import Progress
 from jettison.dryrun.counter import (
@@ -224,7 +224,7 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
             *static_tensors(side.model, side.batch, side.optimizer),
             *(one.holder for one in state.of(TensorState)),
         )
-        tensors = {id(t): t for t in map(plain, found) if is_in_memory(t)}
+        tensors = {id(t): t for t in map(plain, found) if memory_key(t) is not None}
         copies = [(t, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors.values()]
         try:
             yield
