@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import jettison
 from jettison.capture.ledger_entries import OUTSIDE_LAYER, ROOT_LAYER
-from jettison.core.errors import UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.saved_tensor_hooks import Frame
@@ -51,6 +52,20 @@ def test_the_copy_is_made_after_planning_which_counts_what_else_is_on_the_device
     said: list[str] = []
     check(jettison.verify(model, batch, budget="100MiB", steps=1, rounds=1, progress=said.append))
     assert said[said.index("training side by side") - 1] == "copying the model" != said[0]
+
+
+def test_a_model_that_planning_changed_is_no_reference(monkeypatch):
+    """The copy is made after planning, so that it would have the change as well."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def plan(*args, **more):
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1
+        return jettison.auto_checkpoint(*args, **more)
+
+    monkeypatch.setattr(sys.modules[observed_saved_bytes.__module__], "auto_checkpoint", plan)
+    with pytest.raises(UnsupportedModule, match="planning changed parameters"):
+        jettison.verify(model, (torch.randn(4, 8),), budget="1MiB", loss_fn=torch.sum)
 
 
 def test_a_budget_is_planned_proven_and_taken_off_again():

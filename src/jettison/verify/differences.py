@@ -58,8 +58,8 @@ class GradientReport:
 def independent_copy(model: nn.Module) -> nn.Module:
     """A deep copy that shares no storage with `model`, gradients dropped; tied parameters stay tied.
 
-    Take it before a plan is applied: hooks are copied with the module that carries them. A copy of a planned model
-    trains plainly, without a warning. An object with a finalizer (`__del__`) is shared.
+    Hooks are copied with the module that carries them. A copy of a planned model trains plainly, without a warning. An
+    object with a finalizer (`__del__`) is shared.
     """
     with without_gradients(model):
         memo: dict[int, Any] = {}

@@ -18,7 +18,7 @@ from jettison.capture.model_trace import LossFn, call_model, expect_module, loss
 from jettison.capture.recorder import RegionTrace
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
-from jettison.core.errors import UsageError
+from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.ledger.program import Program
@@ -35,7 +35,16 @@ from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_name
 from jettison.solve.policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.verify.differences import MAX_DEPARTURES, Departure, form_of, independent_copy, tensor_bytes
+from jettison.verify.differences import (
+    MAX_DEPARTURES,
+    Departure,
+    buffer_digest,
+    form_of,
+    independent_copy,
+    parameter_digest,
+    rng_digest,
+    tensor_bytes,
+)
 from jettison.verify.side_by_side import ROUNDS, STEPS, Side, compare_steps, leaving_untrained, mirrored, proof_of
 
 Look = Callable[[Side, Side], None]
@@ -89,7 +98,8 @@ def verify(
         UsageError: not exactly one of budget, plan and handle is given.
         Infeasible: no plan fits the budget.
         PlanMismatch: the plan was made for another model or another batch.
-        UnsupportedModule: a forward changes, or would change, state that cannot be restored.
+        UnsupportedModule: a forward changes, or would change, state that cannot be restored; or planning changed the
+            model, so that a copy of it would prove nothing.
     """
     if sum(given is not None for given in (budget, plan, handle)) != 1:
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
@@ -97,6 +107,7 @@ def verify(
     given = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, keep_output=keep_output)
     stay = handle.regions if handle is not None else ()
     with leaving_untrained(given, stay):
+        before = _state_digests(model)
         applied = handle
         if budget is not None:
             applied = auto_checkpoint(
@@ -118,6 +129,10 @@ def verify(
             applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile, host_budget=host_budget)
         assert applied is not None
         try:
+            if _state_digests(model) != before:
+                raise UnsupportedModule(
+                    f"planning changed parameters, buffers or random streams of {type(model).__name__}"
+                )
             progress("copying the model")  # after planning, which counts what else is on the device
             copied = independent_copy(model)
             plain = replace(given, model=copied, optimizer=mirrored(optimizer, model, copied), under=whole_losses)
@@ -129,6 +144,10 @@ def verify(
             model.zero_grad(set_to_none=True)
             if handle is None:
                 applied.remove()
+
+
+def _state_digests(model: nn.Module) -> tuple[object, ...]:
+    return parameter_digest(model), buffer_digest(model), rng_digest()
 
 
 def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
