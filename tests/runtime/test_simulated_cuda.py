@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,24 @@ def test_steps_are_plain_ones_to_the_bit_within_the_budget(name: str, dtype: str
     assert found["differing"] == 0
     assert found["peak_bytes"] <= found["budget_bytes"] < found["plain_peak_bytes"]
     assert found["peak_bytes"] <= found["predicted_bytes"]
+
+
+def test_a_recipe_trains_within_its_budget(tmp_path: Path) -> None:
+    """What planning left in reference cycles was 1.2 MiB of the first steps."""
+    recipe = Path(__file__).parents[2] / "recipes" / "one-process.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "jettison", "train", str(recipe), "--steps", "2", "--json"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    logged = (tmp_path / "out" / "one-process" / "log.jsonl").read_text().splitlines()
+    peaks = [max(one["peak_bytes"].values()) for one in map(json.loads, logged) if one.get("peak_bytes")]
+    assert len(peaks) == 2
+    assert max(peaks) <= 120 << 20
 
 
 def test_a_missing_event_shows_as_wrong_bits() -> None:

@@ -17,6 +17,7 @@ from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
+from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.step import DryStep
 from jettison.parallel.recompute_agreement import Agreement, groups_for
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
@@ -94,12 +95,13 @@ def decide(
         return RankDecision(policy=section.policy)
     assert section.budget is not None and dry_step is not None
     began, budget_bytes, kept = time.perf_counter(), parse_bytes(section.budget), None
-    models = [part.model for part in parts]
+    models, batches = [part.model for part in parts], [part.batch for part in parts]
     with holding(True) as losses:
-        traces = [_trace(part) for part in parts]
+        elsewhere = elsewhere_bytes(nn.ModuleList(models), batches)
+        traces = [_trace(part, elsewhere) for part in parts]
         note_losses(traces, losses)
         if keeping is not None:
-            batches, functions = [part.batch for part in parts], [part.loss_fn for part in parts]
+            functions = [part.loss_fn for part in parts]
             kept = keeping.opened(Budget(nbytes=budget_bytes), traces, models, batches, None, functions, progress)
         if kept is not None and kept.plans:
             made = kept.followed()
@@ -107,12 +109,11 @@ def decide(
             progress("planning")
             counts, device = [part.in_flight for part in parts], hardware_of(section.gpu)
             host = host_of(section.offload, section.host_budget, device, place_of(models[0]))
-            made = planner_of(traces, counts, dry_step, hardware=device, host=host, progress=progress).plans(
-                budget_bytes
-            )
+            planner = planner_of(traces, counts, dry_step, hardware=device, host=host, progress=progress)
+            made = planner.plans(budget_bytes)
             if kept is not None:
-                state_bytes = bytes_of_state(dry_step.optimizer)
-                kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                kept.write(made, state_bytes=bytes_of_state(dry_step.optimizer), planning_seconds=seconds)
     assert losses is not None
     losses.release()  # the plans tell `carry_out` whether to keep references
     return RankDecision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
@@ -177,8 +178,8 @@ def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied
         return agreed(applied, agreement)
 
 
-def _trace(part: RankModule) -> ModelTrace:
-    loop = Loop(keep_output=False, compile=compile_settings(part.compile, [part.model]))
+def _trace(part: RankModule, elsewhere: int = 0) -> ModelTrace:
+    loop = Loop(keep_output=False, compile=compile_settings(part.compile, [part.model]), elsewhere_bytes=elsewhere)
     return traced(part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, loop=loop, mode=part.mode)
 
 

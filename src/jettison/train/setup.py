@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -162,9 +163,8 @@ def prepare(
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
-        evaluates = recipe.eval.data is not None
-        make = partial(LoopStep, engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
-        dry_step = world.together(make)
+        given = engine, places, recipe.optimizer, example, accumulation
+        dry_step = world.together(partial(LoopStep, *given, evaluates=recipe.eval.data is not None))
     for part in engine.parts:
         places.shard(part)
     fill(engine.parts, dict(named_parameters(engine)), built, world, say)
@@ -175,6 +175,7 @@ def prepare(
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
+    gc.collect()  # real tensors in the cycles of planning would stay into the first steps
     work = replace(
         work, recomputed_flops=world.merged(planned.recomputed_flops if planned else 0, operator.add) * accumulation
     )
