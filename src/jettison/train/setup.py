@@ -169,16 +169,14 @@ def prepare(
         places.shard(part)
     fill(engine.parts, dict(named_parameters(engine)), built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
-    parts = [
-        replace(part, mode=None if dry_step is None else dry_step.mode, compile=recipe.model.compile) for part in calls
-    ]
+    mode = None if dry_step is None else dry_step.mode
+    parts = [replace(part, mode=mode, compile=recipe.model.compile) for part in calls]
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
     gc.collect()  # real tensors in the cycles of planning would stay into the first steps
-    work = replace(
-        work, recomputed_flops=world.merged(planned.recomputed_flops if planned else 0, operator.add) * accumulation
-    )
+    flops = world.merged(planned.recomputed_flops if planned else 0, operator.add) * accumulation
+    work = replace(work, recomputed_flops=flops)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
