@@ -46,16 +46,16 @@ class BlockClass:
     example: str  # name of the recorded block
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]]  # of its modules, and what was in them when it was called
+    tables: list[tuple[dict[str, Any], dict[str, Any]]]  # of its modules: children, texts and numbers at its call
     signature: Any = None
     problem: str = ""  # why it has no program, only inputs and outputs: it is kept or checkpointed as a whole
     verdict: Any = None  # whether its Python may be rerun, if that was tried
     compiled: CompiledProgram | None = None  # if its blocks run compiled
 
     def as_called(self) -> contextlib.AbstractContextManager[None]:
-        """Give its modules the attributes and children of the call: the model may have changed them before it."""
-        found = ((t, k, v) for t, was in self.tables for k, v in was.items() if t.get(k, ABSENT) is not v)
-        return swapped_entries(entry for entry in found if entry[1] != "forward")
+        """Give its modules the children and settings of the call: the model may have changed them before it."""
+        found = ((t, k, v) for t, was in self.tables for k, v in was.items())
+        return swapped_entries((t, k, v) for t, k, v in found if t.get(k, ABSENT) is not v)
 
     @property
     def stood_in(self) -> bool:

@@ -377,7 +377,8 @@ class Tracer:
         inside: dict[int, Tensor] = {}
         problem = ""
         before = (args, kwargs)
-        tables = [(table, dict(table)) for m in module.modules() for table in (vars(m), m._modules)]
+        tables = [(m._modules, dict(m._modules)) for m in module.modules()]
+        tables += [(vars(m), {k: v for k, v in vars(m).items() if isinstance(v, str | int)}) for m in module.modules()]
         state = Isolation([module], leaves)
         try:
             before = opaque_copy((args, kwargs), lambda tensor: inside.setdefault(id(tensor), tensor))
