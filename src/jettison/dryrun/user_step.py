@@ -205,8 +205,7 @@ def observe(
                 raise _without_a_plan(uses) from error
             raise TraceError(
                 f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
-                "looks at values (numpy(), printing a tensor, a check of the loss) belongs after it, on what it "
-                "returns"
+                "reads a tensor's memory (torch.save, pickle, its storage) belongs after it, on what it returns"
             ) from error
         finally:
             for module in modules:
