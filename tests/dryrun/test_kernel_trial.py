@@ -1,4 +1,4 @@
-"""What kernels take inside, where it depends on values that are made up."""
+"""Workspaces of kernels that depend on values which are made up."""
 
 import math
 from itertools import accumulate
@@ -13,7 +13,7 @@ from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 
 @pytest.mark.parametrize("of_weights", [False, True])
 def test_a_grouped_product_is_priced_for_its_least_even_split(one_thread: None, of_weights: bool) -> None:
-    """What its kernel takes on the CPU depends on the largest group, which is not known ahead."""
+    """Its workspace on the CPU depends on the largest group, which is not known ahead."""
     rows, inner, outer, groups = 320, 128, 64, 4
     a = torch.randn(rows, inner).bfloat16()
     b = torch.randn(rows, outer).bfloat16() if of_weights else torch.randn(groups, inner, outer).bfloat16()

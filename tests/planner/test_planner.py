@@ -478,7 +478,7 @@ def test_the_smallest_budget_is_below_checkpointing_every_block():
 
 
 class Necked(nn.Module):
-    """Small blocks, and two wide halves behind them that are no blocks."""
+    """Small blocks, and two wide halves after them that are no blocks."""
 
     def __init__(self) -> None:
         super().__init__()

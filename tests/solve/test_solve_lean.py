@@ -9,9 +9,8 @@ from jettison.solve.offload_options import is_lean, lean_points
 NARROW, WIDE = 10, 100
 
 
-def two_halves() -> Program:
-    """input -> wide -> wide -> middle -> wide -> wide -> out; every wide buffer is saved, as the narrow ones are."""
-    sizes = [NARROW, WIDE, WIDE, NARROW, WIDE, WIDE, NARROW]
+def chain(sizes: list[int]) -> Program:
+    """An op after each buffer of these bytes makes the next one; all but the last are saved."""
     buffers = tuple(
         Buffer(
             index=i,
@@ -23,11 +22,15 @@ def two_halves() -> Program:
         )
         for i, n in enumerate(sizes)
     )
-    ops = tuple(
-        Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in range(len(sizes) - 1)
-    )
-    slots = tuple(Slot(index=i, buffer=i, shape=(), dtype="") for i in range(len(sizes) - 1))
+    steps = range(len(sizes) - 1)
+    ops = tuple(Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in steps)
+    slots = tuple(Slot(index=i, buffer=i, shape=(), dtype="") for i in steps)
     return Program(buffers=buffers, ops=ops, slots=slots, outputs=(len(sizes) - 1,))
+
+
+def two_halves() -> Program:
+    """input -> wide -> wide -> middle -> wide -> wide -> out; every wide buffer is saved, as the narrow ones are."""
+    return chain([NARROW, WIDE, WIDE, NARROW, WIDE, WIDE, NARROW])
 
 
 def test_the_middle_is_kept_and_costs_what_it_saves_in_seconds():
@@ -36,7 +39,7 @@ def test_the_middle_is_kept_and_costs_what_it_saves_in_seconds():
     assert is_lean(first.key)
     assert first.kept == {0, 3}
     assert first.kept_bytes == 2 * NARROW
-    assert first.seconds == 4.0, "the middle is no longer computed again"
+    assert first.seconds == 4.0, "the middle is no longer recomputed"
 
 
 def test_nothing_is_kept_that_does_not_lower_the_peak():
@@ -48,20 +51,7 @@ def test_nothing_is_kept_that_does_not_lower_the_peak():
 def test_a_block_of_thousands_of_ops_replays_its_backward_for_some_buffers(monkeypatch):
     """As a loop over the sequence writes it, one op after the other for each token."""
     length, replays = 4000, []
-    buffers = tuple(
-        Buffer(
-            index=i,
-            nbytes=WIDE,
-            source=Source.OP if i else Source.INPUT,
-            producer=i - 1 if i else None,
-            keepable=True,
-            name="" if i else "0",
-        )
-        for i in range(length + 1)
-    )
-    ops = tuple(Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in range(length))
-    slots = tuple(Slot(index=i, buffer=i, shape=(), dtype="") for i in range(length))
-    program = Program(buffers=buffers, ops=ops, slots=slots, outputs=(length,))
+    program = chain([WIDE] * (length + 1))
     monkeypatch.setattr(offload_options, "_peak", lambda _, kept: replays.append(kept) or WIDE * (length - len(kept)))
     lean_points(program, frozenset({0}), [1.0] * length)
     assert 200 < len(replays) < 1000

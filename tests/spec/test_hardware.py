@@ -124,11 +124,11 @@ CLOCKS = {
 
 @pytest.mark.parametrize("name", CLOCKS)
 def test_rates_are_multiprocessors_times_clock(name: str) -> None:
-    device, (clock, products, plain) = hardware(name), CLOCKS[name]
+    device, (clock, of_16_bits, of_fp32) = hardware(name), CLOCKS[name]
     rates, hertz = device.flops_per_second, 2 * device.units * clock * 10**6
-    assert (rates.fp16 or rates.bf16) == pytest.approx(hertz * products, rel=0.015)
-    assert rates.fp32 == pytest.approx(hertz * plain, rel=0.01)
-    assert rates.tf32 is None or rates.tf32 == pytest.approx(hertz * products / 2, rel=0.015)
+    assert (rates.fp16 or rates.bf16) == pytest.approx(hertz * of_16_bits, rel=0.015)
+    assert rates.fp32 == pytest.approx(hertz * of_fp32, rel=0.01)
+    assert rates.tf32 is None or rates.tf32 == pytest.approx(hertz * of_16_bits / 2, rel=0.015)
     assert rates.fp4 is None or rates.fp4 == pytest.approx(hertz * 2048, rel=0.005)  # no slower on a GeForce
 
 

@@ -1,4 +1,4 @@
-"""Prices that do not depend on the machine: what is cheaper, to send or to compute again, is the same everywhere."""
+"""Prices that do not depend on the machine, so that offload or recomputation is the cheaper one everywhere."""
 
 from __future__ import annotations
 

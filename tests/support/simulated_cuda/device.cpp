@@ -43,7 +43,7 @@ const bool poison = setting("SIMULATED_CUDA_POISON", 1), in_order = setting("SIM
 std::vector<int64_t> memory_sizes() {  // SIMULATED_CUDA_MEMORY: bytes of each device, by commas
   std::vector<int64_t> sizes;
   const char* text = std::getenv("SIMULATED_CUDA_MEMORY");
-  std::stringstream in(text && *text ? text : "4294967296");
+  std::stringstream in(text ? text : "");  // set by environment()
   for (std::string one; std::getline(in, one, ',');) sizes.push_back(std::stoll(one));
   return sizes;
 }
@@ -992,16 +992,22 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& g, const Tensor&
 
 // where the device's kernels keep fp32 of 16-bit inputs, and the host's do not
 bool is_short(const Tensor& t) { return t.scalar_type() == kBFloat16 || t.scalar_type() == kHalf; }
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, IntArrayRef shape, const std::optional<Tensor>& w,
-                                              const std::optional<Tensor>& b, double eps) {
-  Run run(x);
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> in_fp32(Run& run, const Tensor& x, IntArrayRef shape,
+                                                                 const std::optional<Tensor>& w,
+                                                                 const std::optional<Tensor>& b) {
   auto wide = [&](const std::optional<Tensor>& t) {
     auto on = run.in(t);
     return on && is_short(x) ? std::optional<Tensor>(on->to(kFloat)) : on;
   };
   auto weight = wide(w);
   if (!weight && is_short(x)) weight = at::ones(shape, at::TensorOptions(kFloat));
-  auto [y, mean, rstd] = at::native_layer_norm(run.in(x), shape, weight, wide(b), eps);
+  return {weight, wide(b)};
+}
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, IntArrayRef shape, const std::optional<Tensor>& w,
+                                              const std::optional<Tensor>& b, double eps) {
+  Run run(x);
+  auto [weight, bias] = in_fp32(run, x, shape, w, b);
+  auto [y, mean, rstd] = at::native_layer_norm(run.in(x), shape, weight, bias, eps);
   return {run.out(y), run.out(mean), run.out(rstd)};
 }
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& g, const Tensor& x, IntArrayRef shape,
@@ -1009,14 +1015,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& g, const Te
                                                        const std::optional<Tensor>& w, const std::optional<Tensor>& b,
                                                        std::array<bool, 3> mask) {
   Run run(x);
-  auto wide = [&](const std::optional<Tensor>& t) {
-    auto on = run.in(t);
-    return on && is_short(x) ? std::optional<Tensor>(on->to(kFloat)) : on;
-  };
-  auto weight = wide(w);
-  if (!weight && is_short(x)) weight = at::ones(shape, at::TensorOptions(kFloat));
+  auto [weight, bias] = in_fp32(run, x, shape, w, b);
   auto [dx, dw, db] =
-      at::native_layer_norm_backward(run.in(g), run.in(x), shape, run.in(mean), run.in(rstd), weight, wide(b), mask);
+      at::native_layer_norm_backward(run.in(g), run.in(x), shape, run.in(mean), run.in(rstd), weight, bias, mask);
   auto back = [&](const Tensor& t, const std::optional<Tensor>& like) {
     return t.defined() && like && like->defined() ? run.out(t.to(like->scalar_type())) : Tensor();
   };

@@ -516,7 +516,8 @@ def _aware(keys: Keys) -> None:
 def _recompute(keys: Keys) -> None:
     granularity, method = keys.text("recompute_granularity"), keys.text("recompute_method")
     number = keys.whole("recompute_num_layers", keys.whole("checkpoint_num_layers", 1))
-    said = [*keys.matching("recompute_[gna]*", "recompute_method", "checkpoint_num_layers")]
+    said = [f"recompute_{name}" for name in ("granularity", "method", "num_layers", "activations")]
+    said.append("checkpoint_num_layers")
     if keys.has("activations_checkpoint_method"):  # its name until 2022
         granularity, method = "full", keys.text("activations_checkpoint_method")
         number = keys.whole("activations_checkpoint_num_layers", 1)
