@@ -35,7 +35,7 @@ def test_steps_are_plain_ones_to_the_bit_within_the_budget(name: str, dtype: str
 
 
 def test_a_recipe_trains_within_its_budget(tmp_path: Path) -> None:
-    """What planning left in reference cycles was 1.2 MiB of the first steps."""
+    """Both steps, the first of which makes the optimizer's state."""
     recipe = Path(__file__).parents[2] / "recipes" / "one-process.toml"
     done = subprocess.run(
         [sys.executable, "-m", "jettison", "train", str(recipe), "--steps", "2", "--json"],
