@@ -516,23 +516,22 @@ def _aware(keys: Keys) -> None:
 def _recompute(keys: Keys) -> None:
     granularity, method = keys.text("recompute_granularity"), keys.text("recompute_method")
     number = keys.whole("recompute_num_layers", keys.whole("checkpoint_num_layers", 1))
-    said = [f"recompute_{name}" for name in ("granularity", "method", "num_layers", "activations")]
-    said.append("checkpoint_num_layers")
+    by = ["checkpoint_num_layers", *(f"recompute_{n}" for n in ("granularity", "method", "num_layers", "activations"))]
     if keys.has("activations_checkpoint_method"):  # its name until 2022
         granularity, method = "full", keys.text("activations_checkpoint_method")
         number = keys.whole("activations_checkpoint_num_layers", 1)
-        said = [*keys.matching("activations_checkpoint_*")]
+        by = [*keys.matching("activations_checkpoint_*")]
     if granularity == "full":
         word = f"block:{number}" if method == "block" else f"every:{number}" if number and number > 1 else "full"
-        keys.give("recompute", word, *said)
+        keys.give("recompute", word, *by)
     elif granularity == "selective":
         modules = [*words(keys.get("recompute_modules"))] or ["core_attn"]
         modules += ["moe"] * keys.on("moe_layer_recompute")
-        keys.give("recompute_modules", ",".join(dict.fromkeys(modules)), *said, "recompute_modules")
+        keys.give("recompute_modules", ",".join(dict.fromkeys(modules)), *by, "recompute_modules")
     elif granularity:
         keys.refuse("recompute_granularity", "expected full or selective")
     else:
-        keys.read(*said, "recompute_modules", why="no effect without --recompute-granularity")
+        keys.read(*by, "recompute_modules", why="no effect without --recompute-granularity")
     if keys.on("fine_grained_activation_offloading"):
         sent = ",".join(words(keys.get("offload_modules"))) or None
         keys.give("offload_modules", sent, "offload_modules", "fine_grained_activation_offloading")
