@@ -110,7 +110,7 @@ class Row:
 
 @cache
 def anchored(measure: Measure, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Every row as it is off where another of its source and class was measured: `jettison.diagnose.anchor`.
+    """Every row as it is off where another of its source and class was measured: `jettison.diagnose.fit_anchor`.
 
     A time is divided by the other's; fragments are a weighted mean of the other's and the class's; of allocated
     bytes an anchor that the ledger agrees with says that the stack was read, and mends nothing.

@@ -41,7 +41,7 @@ from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region
 from jettison.predict.stages import KeptBuffers
 from jettison.predict.time import estimate
-from jettison.solve.policy import policy_named
+from jettison.solve.checkpoint_policy import policy_named
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute

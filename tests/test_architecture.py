@@ -241,7 +241,7 @@ print(jettison.verify.__module__, "jettison.verify" in sys.modules)
 """
     found = run_python(code).split()
     assert found[:4] == ["jettison.cli.search", "search", "jettison.search.search", "True"]
-    assert found[4:] == ["jettison.verify.planned", "True"]
+    assert found[4:] == ["jettison.verify.verify", "True"]
 
 
 @pytest.mark.parametrize(

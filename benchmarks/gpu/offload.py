@@ -35,7 +35,7 @@ from jettison.planner.apply import policies_of
 from jettison.planner.handle import Applied
 from jettison.planner.readiness import traced
 from jettison.runtime.device import Accelerator, Event, Slab, Stream, StreamDevice
-from jettison.solve.policy import Full, KeepAll, Offload
+from jettison.solve.checkpoint_policy import Full, KeepAll, Offload
 
 STALL_CYCLES = 5_000_000
 """Some milliseconds a copy: longer than any kernel between two of them takes."""

@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.predict.time import estimate as estimate
     from jettison.request.options import RunRequest as RunRequest
     from jettison.request.resolve import run_of as run_of
-    from jettison.runtime.recompute_function import checkpoint as checkpoint
-    from jettison.runtime.recompute_function import checkpointable as checkpointable
+    from jettison.runtime.checkpoint_function import checkpoint as checkpoint
+    from jettison.runtime.checkpoint_function import checkpointable as checkpointable
     from jettison.search.search import NothingFits as NothingFits
     from jettison.search.search import SearchRequest as SearchRequest
     from jettison.solve.plan import Plan as Plan
@@ -49,18 +49,18 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.spec.model import ModelSpec as ModelSpec
     from jettison.spec.run import Run as Run
     from jettison.verify.own_checkpointing import verify_given as verify_given
-    from jettison.verify.planned import verify as verify
+    from jettison.verify.verify import verify as verify
     from jettison.verify.watch import watch as watch
 
 _NAMES_OF = {
     "jettison.planner": "auto_checkpoint trace plan sweep apply",
-    "jettison.verify.planned": "verify",
+    "jettison.verify.verify": "verify",
     "jettison.verify.own_checkpointing": "verify_given",
     "jettison.cli.export": "export_plan",
     "jettison.verify.watch": "watch",
     "jettison.capture.ledger_entries": "ledger_of",
     "jettison.predict.time": "estimate",
-    "jettison.runtime.recompute_function": "checkpoint checkpointable",
+    "jettison.runtime.checkpoint_function": "checkpoint checkpointable",
     "jettison.predict.forecast": "forecast",
     "jettison.request.resolve": "run_of",
     "jettison.frameworks.run_file": "run_from",

@@ -12,7 +12,7 @@ from torch import nn
 from jettison.capture.ledger_entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.tracer import trace_model
 from jettison.ledger.ledger import Ledger, Origin
-from jettison.solve.policy import Full
+from jettison.solve.checkpoint_policy import Full
 
 S, B, H, V = 32, 2, 64, 128
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jettison.capture import code_names
+from jettison.capture import bytecode_names
 from jettison.capture.reachable_state import MOST_OF_LIBRARIES, Reach
 
 
@@ -51,7 +51,7 @@ def install(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, wide: i
     lines += ["def last(): LAST[0] += 1", "LAST = [0]"]
     (folder / f"{name}.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(code_names, "_library_folders", lambda: (folder,))
+    monkeypatch.setattr(bytecode_names, "_library_folders", lambda: (folder,))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(name)
 

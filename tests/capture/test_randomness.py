@@ -15,8 +15,8 @@ from jettison.capture.randomness import ADVANCE, MOVES_BY_SHAPE, movement_of
 from jettison.capture.tracer import trace_region
 from jettison.ledger.program import Anchor, Program
 from jettison.runtime.recipe import compile_recipe
+from jettison.solve.checkpoint_policy import Exactly, Full, close
 from jettison.solve.frontier import pareto_frontier
-from jettison.solve.policy import Exactly, Full, close
 from jettison.verify.differences import compare_gradients, independent_copy
 from support.toys import Net
 

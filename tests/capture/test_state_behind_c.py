@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch._prims.rng_prims import run_and_save_rng_state
 
-from jettison.capture.code_names import is_foreign
+from jettison.capture.bytecode_names import is_foreign
 from jettison.capture.isolation import WritesUndone, leaving_nothing
 from jettison.capture.module_guards import MOST_ITEMS, ModuleGuard
 from jettison.capture.reachable_state import MANY, Reach

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from jettison.verify.differences import compare_gradients, independent_copy
-from jettison.verify.planned import observed_saved_bytes
+from jettison.verify.verify import observed_saved_bytes
 from support.stacks import POLICIES, ROWS, WIDTH, Block, Stack, apply, compare, rows, stack
 from support.training import assert_same, sgd, train
 

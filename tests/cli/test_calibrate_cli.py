@@ -10,7 +10,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.core.units import GIB, MIB
-from jettison.diagnose.anchor import measured_in
+from jettison.diagnose.fit_anchor import measured_in
 from jettison.frameworks.run_file import run_from
 from jettison.predict.time import estimate
 from jettison.spec.anchor import MeasuredRun, read_anchor

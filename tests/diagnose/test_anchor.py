@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
-from jettison.diagnose.anchor import fit_anchor, fragment_bytes
+from jettison.diagnose.fit_anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import available_bytes, buffers, extra_bytes, forecast
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, segments_beyond, unlike_anchor
 from jettison.predict.time import estimate

@@ -27,7 +27,7 @@ from jettison.dryrun.counter import AllocationCounter, elsewhere_bytes, measured
 from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of
-from jettison.solve.policy import KeepAll
+from jettison.solve.checkpoint_policy import KeepAll
 from support.toys import Mlp, Net
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch
-from jettison.dryrun.composed import why_whole
+from jettison.dryrun.composed_peaks import why_whole
 from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.step import ModulePolicy, step_of
 from jettison.planner.planner import Planner, make_planner

@@ -23,7 +23,7 @@ from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
 from jettison.runtime.install import install
 from jettison.runtime.recompute_code import RecomputeCode
-from jettison.solve.policy import KeepAll
+from jettison.solve.checkpoint_policy import KeepAll
 from jettison.solve.problem import Choice, LevelPhase, RootOption, evaluate
 from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jettison.dryrun.block_levels import BlockLevels
-from jettison.dryrun.compiled import MeasuredChoice, options_of_levels
+from jettison.dryrun.compiled_blocks import MeasuredChoice, options_of_levels
 
 
 def level(resident_bytes: int, seconds: float) -> MeasuredChoice:

@@ -13,7 +13,7 @@ from jettison.capture.tracer import trace_model
 from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.apply import policies_of
-from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 from support.offloading import ALL, INPUTS, line_of, run, seeded
 from support.toys import Mlp
 from support.transfers import Direction, Transfer, transfers_in, transfers_of

@@ -17,9 +17,7 @@ from jettison.cli.live_model import PlanReport
 from jettison.core.errors import DoesNotFit, PlanMismatch, UsageError
 from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
-from jettison.frameworks.live import live_export
-from jettison.frameworks.nearest_policy import CannotSay
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     LayerAction,
     checkpointed,
     checkpointed_on_host,
@@ -28,7 +26,9 @@ from jettison.frameworks.policy import (
     savable,
     writes_in_place,
 )
-from jettison.frameworks.transformers.write import code as transformers_code
+from jettison.frameworks.live_export import live_export
+from jettison.frameworks.nearest_policy import CannotSay
+from jettison.frameworks.transformers.export import code as transformers_code
 from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan

@@ -18,8 +18,8 @@ from jettison.cli.live_model import PlanReport
 from jettison.core.errors import DoesNotFit
 from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
-from jettison.frameworks.live import live_export
-from jettison.frameworks.policy import Decision, LayerAction, Pricer, Subject
+from jettison.frameworks.layer_policies import Decision, LayerAction, Pricer, Subject
+from jettison.frameworks.live_export import live_export
 from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan

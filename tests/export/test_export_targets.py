@@ -14,7 +14,7 @@ import pytest
 
 import jettison
 from jettison.cli.plan import PlanFlags, plan
-from jettison.frameworks.policy import kept_whole
+from jettison.frameworks.layer_policies import kept_whole
 from jettison.request.options import RunRequest
 from support.target_packages import MEGATRON, answered, fetched
 from support.target_plans import FLAGS, MODELS, PLANS, exported, world

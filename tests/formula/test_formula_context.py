@@ -11,8 +11,8 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from jettison.ledger.compare import compare
-from jettison.parallel.context import Context, set_cores
-from jettison.parallel.regions import Axis
+from jettison.parallel.context_parallel import Context, set_cores
+from jettison.parallel.tp_collectives import Axis
 from jettison.spec.layout import Layout
 from jettison.train.build_model import Built, in_parts, shifted_within
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written

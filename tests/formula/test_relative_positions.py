@@ -13,7 +13,7 @@ from jettison.formula.region import layer_region, parameter_count
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.solve.policy import policy_named
+from jettison.solve.checkpoint_policy import policy_named
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 

@@ -22,7 +22,7 @@ from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes, format_bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

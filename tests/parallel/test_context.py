@@ -17,9 +17,9 @@ from torch.nn import functional
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig, document_numbers
 from jettison.parallel import Context, apply_context_parallel
-from jettison.parallel import context as module_of_context
-from jettison.parallel.context import causal_attention, causal_rows, causal_rows_backward, set_cores
-from jettison.parallel.regions import Axis
+from jettison.parallel import context_parallel as module_of_context
+from jettison.parallel.context_parallel import causal_attention, causal_rows, causal_rows_backward, set_cores
+from jettison.parallel.tp_collectives import Axis
 from support.ranks import run_ranks
 
 B, HEADS, GROUPS, S, D = 2, 4, 2, 32, 16

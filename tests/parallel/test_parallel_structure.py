@@ -21,7 +21,7 @@ from jettison.parallel import (
     VocabularyParallel,
     tensor_parallel_plan,
 )
-from jettison.parallel.regions import Axis
+from jettison.parallel.tp_collectives import Axis
 
 GPT = GptConfig(layers=2, hidden=32, heads=4, vocab=50, positions=16, dropout=0.1)
 LLAMA = LlamaConfig(layers=2, hidden=32, heads=8, kv_heads=2, head_dim=4, ffn=48, vocab=50)

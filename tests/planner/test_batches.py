@@ -25,8 +25,8 @@ from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import batches
-from jettison.runtime.assumptions import BatchShape, map_tensors
 from jettison.runtime.callers import argument_of
+from jettison.runtime.loop_assumptions import BatchShape, map_tensors
 from jettison.verify.differences import compare_gradients
 from support.toys import Headed, Mlp
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import jettison
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes
-from jettison.runtime.compiled import CompiledRegion, compilations
+from jettison.runtime.compiled_regions import CompiledRegion, compilations
 from support.compiled_blocks import (
     INPUT_BYTES,
     LENGTH,

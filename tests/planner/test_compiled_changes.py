@@ -16,9 +16,9 @@ import jettison
 from jettison.core.errors import TraceError, UsageError
 from jettison.core.units import Bytes
 from jettison.planner.handle import Applied
-from jettison.runtime import compiled
-from jettison.runtime.compiled import CompiledRegion
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime import compiled_regions
+from jettison.runtime.compiled_regions import CompiledRegion
+from jettison.runtime.planned_forward import PlannedForward
 from support.compiled_blocks import QUIET, WIDTH, batch, compiled_copy, equal, gradients, model_of, peak, smallest
 from support.toys import Headed, Mlp
 
@@ -173,7 +173,7 @@ def numbered(count: int) -> Headed:
 def test_more_blocks_that_differ_than_dynamo_compiles_by_itself() -> None:
     model, given = numbered(4), batch()
     expected = gradients(compiled_copy(model), given)
-    compiled._SHARED.clear()  # what other tests made of this class counts as well
+    compiled_regions._SHARED.clear()  # what other tests made of this class counts as well
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=6):
         for word in ("full", "none"):
             with jettison.apply(model, word, batch=given, compile="blocks"):
@@ -183,13 +183,13 @@ def test_more_blocks_that_differ_than_dynamo_compiles_by_itself() -> None:
 @pytest.mark.filterwarnings("ignore:torch._dynamo hit config")
 @pytest.mark.slow
 def test_past_the_limit_of_what_is_compiled_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_VARIANTS", 2)
+    monkeypatch.setattr(compiled_regions, "MOST_VARIANTS", 2)
     model, given = numbered(4), batch()
-    compiled._SHARED.clear()
+    compiled_regions._SHARED.clear()
     refused = pytest.raises(TraceError, match=r"layers\.2 cannot be compiled as it is now \(FailOnRecompileLimitHit")
     with jettison.apply(model, "full", batch=given, compile="blocks"), refused:
         gradients(model, given)
-    compiled._SHARED.clear()
+    compiled_regions._SHARED.clear()
 
 
 def test_evaluations_and_forwards_without_a_backward_leave_nothing_behind() -> None:

@@ -50,7 +50,7 @@ def test_a_sharded_step_is_dry_run_once_for_each_choice(silent_two: None, monkey
         return found
 
     monkeypatch.setattr(step_module, "dry_run", counted)
-    monkeypatch.setattr("jettison.dryrun.composed.step_of", lambda *args: steps.append(None) or step_of(*args))
+    monkeypatch.setattr("jettison.dryrun.composed_peaks.step_of", lambda *args: steps.append(None) or step_of(*args))
     handle = jettison.auto_checkpoint(model, x, "1GiB", optimizer=optimizer, step=accumulating)
     assert handle.plan is not None
     budget = Bytes(handle.plan.predicted.peak_bytes - 4096)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
+from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.tracer import trace_model
-from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner

@@ -21,7 +21,7 @@ from jettison.core.errors import TraceError, UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.block_levels import dry_run_block
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.solve.policy import KeepAll
+from jettison.solve.checkpoint_policy import KeepAll
 from support.structure import said
 from support.toys import Mlp, Net
 

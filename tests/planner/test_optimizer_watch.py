@@ -14,8 +14,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.planner import watch as watch_module
-from jettison.planner.watch import OptimizerWatch
+from jettison.planner import peak_watch
+from jettison.planner.peak_watch import OptimizerWatch
 from support.structure import said
 from support.toys import Mlp
 
@@ -25,10 +25,10 @@ NUMBERS = 1024
 @pytest.fixture(autouse=True)
 def nothing_left_of_others() -> None:
     """Handles that other tests left behind, whose models are gone, keep the hook until somebody plans or removes."""
-    for left in list(watch_module._watching):
+    for left in list(peak_watch._watching):
         left.remove()
     watch(model(), None, 0).remove()
-    assert not watch_module._hooks
+    assert not peak_watch._hooks
 
 
 STATE_BYTES = 2 * 4 * NUMBERS + 4  # of Adam: two moments in fp32, and a count

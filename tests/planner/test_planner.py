@@ -23,8 +23,8 @@ from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
+from jettison.solve.checkpoint_policy import Full, KeepAll
 from jettison.solve.plan import Plan
-from jettison.solve.policy import Full, KeepAll
 from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 from support.training import sgd

@@ -108,9 +108,9 @@ def test_it_is_inductors_choice_to_the_byte(kind: str, lora: str | None) -> None
     import torch
     from torch._inductor.compile_fx import compile_fx
 
-    from jettison.runtime.compiled import one_graph
+    from jettison.runtime.compiled_regions import one_graph
     from jettison.runtime.partition import Partition, watching_splits
-    from jettison.solve.policy import KeepAll
+    from jettison.solve.checkpoint_policy import KeepAll
 
     model = Loss(language_model(kind))
     values = model.model.config.to_dict()

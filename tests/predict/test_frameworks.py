@@ -15,8 +15,8 @@ from jettison.formula.region import head_region, layer_region
 from jettison.memory.span import Phase
 from jettison.memory.step import Event
 from jettison.predict.forecast import forecast
+from jettison.predict.stage_units import mask_bytes
 from jettison.predict.stages import NONE, chosen_passes, kept_by
-from jettison.predict.units import mask_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.spec.frameworks import named, rule

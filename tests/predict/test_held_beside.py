@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from formula.test_formula_encoders import TINY
 from jettison.predict.forecast import forecast
-from jettison.predict.units import ROWS
+from jettison.predict.stage_units import ROWS
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
 from jettison.spec.tuning import Base, Tuning

@@ -25,7 +25,7 @@ from jettison.core.units import GIB
 from jettison.formula.region import layer_region
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
-from jettison.solve.policy import SelectiveOp, policy_named
+from jettison.solve.checkpoint_policy import SelectiveOp, policy_named
 
 ROWS = rows()
 ALTERNATE = "selective-op-alternate"

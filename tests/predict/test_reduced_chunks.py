@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jettison.families.presets import preset
-from jettison.predict.fsdp2 import freed, reducing
+from jettison.predict.fsdp import freed, reducing
 from jettison.predict.stages import outline
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve

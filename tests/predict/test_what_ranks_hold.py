@@ -13,8 +13,8 @@ from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_buffers import buffers_of
+from jettison.predict.stage_units import logits_returned
 from jettison.predict.stages import outline
-from jettison.predict.units import logits_returned
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.frameworks import FOLDER

@@ -11,7 +11,7 @@ from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.core.errors import UsageError
 from jettison.memory.step import Event, actions
 from jettison.predict.forecast import replayed_load
-from jettison.predict.units import sent_to_host
+from jettison.predict.stage_units import sent_to_host
 from jettison.report.estimate import EstimateReport
 from jettison.report.step_slices import SliceKind, host_copies, nanoseconds, step_slices
 from jettison.report.timeline_files import (

@@ -20,7 +20,7 @@ from jettison.cli.report import report
 from jettison.core.errors import UsageError
 from jettison.ledger.step_levels import POINTS, StepLevels
 from jettison.report import page as page_module
-from jettison.report import untrusted
+from jettison.report import untrusted_json
 from jettison.report.page import json_for_html
 from jettison.report.report_subject import SubjectKind, TensorPolicy
 from jettison.solve.plan import Plan
@@ -301,7 +301,7 @@ def test_files_that_are_none_or_too_large(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
         report([tmp_path / "bytes.json"])
     path = written(tmp_path, "proof.json", proof().to_json())
-    monkeypatch.setattr(untrusted, "MOST_BYTES", 1000)
+    monkeypatch.setattr(untrusted_json, "MOST_BYTES", 1000)
     with pytest.raises(UsageError, match="at most 1000 B are read"):
         report([path])
 

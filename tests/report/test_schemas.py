@@ -99,7 +99,7 @@ def test_what_a_handle_and_a_run_say() -> None:
     from torch import nn
 
     import jettison
-    from jettison.train.export import ExportResult
+    from jettison.train.export_weights import ExportResult
     from jettison.train.run_folder import TrainResult
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))

@@ -103,7 +103,7 @@ class CompiledGraph(Graph):
 def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Iterator[Graph]:
     with monkeypatch.context() as patched, kind() as graph:
         patched.setattr(cuda_graphs, "is_capturing", lambda: True)
-        for module in ("device", "planned", "checkpoint_fallback", "recompute_code"):
+        for module in ("device", "planned_forward", "checkpoint_fallback", "recompute_code"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
         patched.setattr("jettison.planner.batches.is_capturing", lambda: True)
         yield graph

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import JettisonError, UsageError, WrongValue
 from jettison.dryrun.counter import AllocationCounter
-from jettison.runtime.recompute_function import regions_of
+from jettison.runtime.checkpoint_function import regions_of
 from jettison.verify.differences import compare_gradients, independent_copy, rng_digest, same_bits
 
 N, ROWS = 8, 16

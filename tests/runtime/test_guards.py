@@ -23,8 +23,8 @@ from jettison.core.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.planner import Applied
 from jettison.runtime.install import install
-from jettison.runtime.planned import PlannedForward
-from jettison.solve.policy import Full, KeepAll
+from jettison.runtime.planned_forward import PlannedForward
+from jettison.solve.checkpoint_policy import Full, KeepAll
 from jettison.verify.differences import compare_gradients, independent_copy, parameter_digest, same_bits
 from support.toys import Headed
 

@@ -17,7 +17,7 @@ from jettison.ledger.program import Program
 from jettison.runtime import offload
 from jettison.runtime.device import device_for
 from jettison.runtime.offload import Group, HostPool, OffloadEngine
-from jettison.solve.policy import Full, KeepAll, Offload, can_move
+from jettison.solve.checkpoint_policy import Full, KeepAll, Offload, can_move
 from jettison.verify.differences import compare_gradients, independent_copy
 from support.offloading import (
     ALL,

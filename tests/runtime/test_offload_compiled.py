@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import UsageError
 from jettison.runtime.offload import OffloadEngine
-from jettison.solve.policy import Exactly, KeepAll, can_move
+from jettison.solve.checkpoint_policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
 from support.offloading import Shuffled
 from support.recorder import Earliest, Latest, Order, recorder_of

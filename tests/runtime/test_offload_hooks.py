@@ -19,7 +19,7 @@ from jettison.core.errors import StaleTensor
 from jettison.runtime.checkpoint_fallback import OffloadHooks
 from jettison.runtime.device import OnHost
 from jettison.runtime.offload import Group, HostPool, OffloadEngine
-from jettison.solve.policy import KeepAll, Offload
+from jettison.solve.checkpoint_policy import KeepAll, Offload
 from jettison.verify.differences import compare_gradients
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder

@@ -20,14 +20,14 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.planner import front_policies
-from jettison.planner.front_policies import packing_seconds, with_packs
+from jettison.planner import frontier_policies
+from jettison.planner.frontier_policies import packing_seconds, with_packs
 from jettison.runtime import lossless_packing
 from jettison.runtime.lossless_packing import PackedForm, pack_bytes, packs_into, unpack_bytes
 from jettison.runtime.recipe import compile_recipe
+from jettison.solve.checkpoint_policy import Full, KeepAll, Packing, SelectiveOp
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
-from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
 from jettison.verify.differences import compare_gradients, independent_copy
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
@@ -255,7 +255,7 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     model = stack(Judged, 4)
     plain = independent_copy(model)
     monkeypatch.setattr("jettison.planner.planner.packing_seconds", lambda _pack, _device: 0.0)
-    monkeypatch.setattr("jettison.planner.front_policies.LEAST_PACKED", 0.0)
+    monkeypatch.setattr("jettison.planner.frontier_policies.LEAST_PACKED", 0.0)
     budgets = jettison.plan.sweep(trace_model(model, x), [Bytes(1), "1GiB"])
     assert isinstance(budgets[0], Infeasible) and isinstance(budgets[1], Plan)
     budget = (budgets[0].minimum_budget_bytes + budgets[1].predicted.peak_bytes) // 2
@@ -283,9 +283,9 @@ def test_packing_costs_what_doing_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
     saved = region.program.saved_buffers()
     pack = next(iter(compile_recipe(region, saved, packed=saved).packed.values()))
     took = iter([9.0, 3.0, 2.0, 5.0])
-    monkeypatch.setattr(front_policies, "_PACKING", {})
-    monkeypatch.setattr(front_policies, "one_run", lambda *_: next(took))
-    monkeypatch.setattr(front_policies, "SAMPLE_BYTES", pack.move.nbytes // 2)
+    monkeypatch.setattr(frontier_policies, "_PACKING", {})
+    monkeypatch.setattr(frontier_policies, "one_run", lambda *_: next(took))
+    monkeypatch.setattr(frontier_policies, "SAMPLE_BYTES", pack.move.nbytes // 2)
     assert packing_seconds(pack) == 4.0  # the least of all, for twice as much as was tried
     assert packing_seconds(pack) == 4.0  # and what was found stays
 

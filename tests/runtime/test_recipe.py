@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jettison
 from jettison.dryrun.counter import AllocationCounter
 from jettison.planner import Applied
-from jettison.solve.policy import MATMULS
+from jettison.solve.checkpoint_policy import MATMULS
 from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 

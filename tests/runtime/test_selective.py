@@ -22,7 +22,7 @@ from jettison.models.reference import Gpt, GptConfig, GptLayer, causal_mask
 from jettison.parallel import apply_tensor_parallel
 from jettison.predict.forecast import forecast
 from jettison.runtime.recipe import compile_recipe
-from jettison.solve.policy import Selective, policy_named
+from jettison.solve.checkpoint_policy import Selective, policy_named
 from jettison.spec.recompute import Recompute
 from jettison.verify.differences import compare_gradients, independent_copy
 

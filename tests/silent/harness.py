@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.solve.policy import Full, KeepShare, Offload
+from jettison.solve.checkpoint_policy import Full, KeepShare, Offload
 
 LEARNING_RATE = 0.01
 MOVING = {

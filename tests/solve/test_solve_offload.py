@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jettison.core.errors import Infeasible
 from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
-from jettison.solve.exchanges import mended
+from jettison.solve.host_budget import mended
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
 from jettison.solve.shortest_path import StepWalk, WalkMove, least_of, walks

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from jettison.solve.bound import Bound, BudgetedWalk, Relaxation, relax, relaxation
-from jettison.solve.exchanges import mended, rounded
+from jettison.solve.host_budget import mended, rounded
 from jettison.solve.problem import StepProblem, evaluate
 from jettison.solve.shortest_path import WalkMove, least_of, walks
 from jettison.solve.solver import choose

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import silent
-from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels
+from jettison.dryrun.compiled_blocks import MeasuredChoice, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
-from jettison.planner.front_policies import policy_of
+from jettison.planner.frontier_policies import policy_of
 from jettison.planner.host import movable, option_at, with_moves_of_compiled
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
-from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak
 from support.recorder import Order, Recorder, recorder_of
 from support.transfers import Transfer, transfers_in, transfers_of
@@ -35,7 +35,7 @@ def slow_to_compute() -> Iterator[None]:
         return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
+        patch.setattr("jettison.dryrun.compiled_blocks.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.planner.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.host.MOVE_SECONDS", 0.0)
         yield

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jettison.capture.tensor_subclasses import desugars
 from jettison.dryrun.counter import static_tensors
 from jettison.parallel import apply_context_parallel, apply_tensor_parallel, reduce_partial_gradients
-from jettison.parallel.context import Context
+from jettison.parallel.context_parallel import Context
 from jettison.parallel.known_models import Plan, tensor_parallel_plan
 from jettison.parallel.styles import ColumnParallel, Replicated, VocabularyParallel
 from support import mixtures  # noqa: F401  puts them among families

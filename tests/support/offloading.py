@@ -14,7 +14,7 @@ import jettison
 from jettison.core.errors import WrongValue
 from jettison.planner.handle import Applied
 from jettison.runtime.offload import OffloadEngine
-from jettison.solve.policy import CheckpointPolicy, Full, Offload
+from jettison.solve.checkpoint_policy import CheckpointPolicy, Full, Offload
 from jettison.verify.differences import compare_gradients, independent_copy
 from support.recorder import Order, Recorder, recorder_of
 from support.transfers import Direction, transfers_of

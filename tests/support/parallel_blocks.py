@@ -23,7 +23,7 @@ import jettison
 from jettison.core.errors import JettisonError, UsageError
 from jettison.models.reference import Gpt, GptLayer, Llama, LlamaLayer, causal_mask, rotary_tables
 from jettison.parallel import BlockInput, ColumnParallel, Replicated, RowParallel, apply_tensor_parallel, seed_ranks
-from jettison.parallel.regions import Axis, finish_gather, gather, own_part, split, start_gather
+from jettison.parallel.tp_collectives import Axis, finish_gather, gather, own_part, split, start_gather
 from support.collective_counts import CollectiveBytes
 from support.parallel_checks import GPT, LLAMA, B, S, batch, gap, gathered, shaken, tp_mesh
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import jettison
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
-from jettison.parallel.regions import Axis
+from jettison.parallel.tp_collectives import Axis
 from support.collective_counts import CollectiveBytes
 from support.rank_masks import fix_masks
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import jettison
-from jettison.capture.sharded import parameter_groups, sharded_modules
+from jettison.capture.fsdp2 import parameter_groups, sharded_modules
 from jettison.models.reference import Gpt
 from jettison.parallel import apply_tensor_parallel
 from jettison.parallel.parameters import shard_blocks

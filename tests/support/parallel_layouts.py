@@ -23,8 +23,8 @@ from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients
 from jettison.parallel.parameters import shard_blocks
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
-from jettison.parallel.regions import Axis
 from jettison.parallel.styles import can_split_backward
+from jettison.parallel.tp_collectives import Axis
 from jettison.planner.handle import Applied
 from jettison.train.pipeline import StageModule
 from support.parallel_pipelines import SCHEDULES, places, schedule_of

@@ -30,7 +30,7 @@ from jettison.parallel.parameters import shard_blocks
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.spec.layout import Schedule
 from support.orders import fullest, peak_in_flight
 from support.rank_models import (

@@ -20,8 +20,8 @@ from jettison.parallel import apply_tensor_parallel, seed_ranks
 from jettison.parallel.recompute_agreement import Agreement, ranks_in, summary
 from jettison.planner.handle import Applied
 from jettison.runtime.install import install
-from jettison.runtime.planned import PlannedForward
-from jettison.solve.policy import Full
+from jettison.runtime.planned_forward import PlannedForward
+from jettison.solve.checkpoint_policy import Full
 from jettison.verify.differences import buffer_digest
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 

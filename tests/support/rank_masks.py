@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.models.reference import Dropout
-from jettison.parallel.regions import Axis
+from jettison.parallel.tp_collectives import Axis
 
 ALONE = Axis("", 1, 0)
 

@@ -43,7 +43,7 @@ IMPORTED = (
     "jettison.cli.train",
     "jettison.train.loop",
     "jettison.integrations",
-    "jettison.verify.planned",
+    "jettison.verify.verify",
 )
 
 

@@ -26,8 +26,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.op_traits import writes
+from jettison.capture.pytrees import op_leaves
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, is_dense, plain
-from jettison.capture.trees import op_leaves
 from jettison.runtime.device import Slab, whole_pages
 from jettison.runtime.offload import OffloadEngine
 

@@ -12,7 +12,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
-from jettison.solve.policy import Full, KeepShare, Offload
+from jettison.solve.checkpoint_policy import Full, KeepShare, Offload
 from jettison.verify.differences import independent_copy
 from support.toys import Mlp
 from support.training import Trained, assert_same, sgd, train

@@ -8,7 +8,7 @@ from typing import Any
 
 from jettison.capture.model_trace import as_call
 from jettison.planner.handle import Applied
-from jettison.runtime.assumptions import BatchShape
+from jettison.runtime.loop_assumptions import BatchShape
 from support.random_steps import Loop
 from zoo.harness import Step
 

@@ -103,7 +103,7 @@ def moving() -> dict[str, Any]:
     import jettison
     from jettison.cli.live_model import PlanReport
     from jettison.frameworks.export import exporter
-    from jettison.frameworks.live import live_export
+    from jettison.frameworks.live_export import live_export
     from jettison.models.live_model import ModelRequest, load
     from jettison.planner.planner import make_planner
     from jettison.verify.differences import independent_copy

@@ -26,7 +26,7 @@ from jettison.cli.main import run
 from jettison.cli.train import train, write_weights
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import unique_bytes
-from jettison.train.export import ExportFailed, export_session
+from jettison.train.export_weights import ExportFailed, export_session
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,

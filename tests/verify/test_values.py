@@ -14,7 +14,7 @@ import jettison
 from jettison.cli.main import run
 from jettison.core.errors import ProofFailed
 from jettison.report.proof import Proof
-from jettison.runtime.handles import Handle
+from jettison.runtime.saved_handles import Handle
 from jettison.runtime.saved_tensor_hooks import Frame
 
 H = 8

@@ -18,7 +18,7 @@ from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.saved_tensor_hooks import Frame
-from jettison.verify.planned import observed_saved_bytes
+from jettison.verify.verify import observed_saved_bytes
 
 S, B, H, V = 64, 2, 64, 128
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.dispatch import eagerly
 from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
+from jettison.capture.pytrees import tree_flatten, tree_unflatten
 from jettison.capture.randomness import forked_streams
 from jettison.capture.recorder import OpRecorder, RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.state_kinds import TENSOR_HOOKS
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, reach_of, wrapping
-from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.core.objects import ABSENT, grouped, swapped_entries
 
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------

@@ -30,12 +30,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from jettison.capture import sharded
+from jettison.capture import fsdp2
 from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
+from jettison.capture.pytrees import op_leaves, op_map, tree_map
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.state_kinds import MOST_SHARED
 from jettison.capture.tensor_subclasses import plain, wrapping
-from jettison.capture.trees import op_leaves, op_map, tree_map
 from jettison.core.errors import TraceError
 from jettison.core.objects import swapped
 
@@ -159,11 +159,11 @@ def fake_copy(
     FSDP except for its casts; or, with ``stored``, in their state before `fully_shard`.
     """
     faker = _Faker(mode, None if device is None else torch.device(device))
-    memo: dict[int, Any] = {id(state): state for state in sharded.states(model)}
+    memo: dict[int, Any] = {id(state): state for state in fsdp2.states(model)}
     copies: list[tuple[nn.Module, nn.Module]] = []
-    units = list(sharded.sharded_modules(model))
+    units = list(fsdp2.sharded_modules(model))
     for module in units:
-        memo.update((id(held), whole) for held, whole in sharded.whole_parameters(module, faker.of_meta, stored=stored))
+        memo.update((id(held), whole) for held, whole in fsdp2.whole_parameters(module, faker.of_meta, stored=stored))
         kind: Any = type(module).__mro__[module._orig_cls_mro_index]  # before `fully_shard` changed it
         copies.append((module, kind.__new__(kind)))
         memo[id(module)] = copies[-1][1]
@@ -175,7 +175,7 @@ def fake_copy(
     for index, (module, fake_model) in enumerate(copies):
         fake_model.__setstate__(copied(module.__getstate__(), memo))
         if index < len(units):
-            (sharded.leave_unsharded if stored else sharded.leave_casts)(module, fake_model)
+            (fsdp2.leave_unsharded if stored else fsdp2.leave_casts)(module, fake_model)
     made: nn.Module = copied(model, memo)
     close_over_copies(model, memo)
     return made

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.op_traits import writes
+from jettison.capture.pytrees import op_leaves
 from jettison.capture.randomness import outside_torch
 from jettison.capture.reachable_state import Reach
 from jettison.capture.state_kinds import (
@@ -33,7 +34,6 @@ from jettison.capture.state_kinds import (
     looks_at,
 )
 from jettison.capture.tensor_subclasses import desugars, memory_key
-from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule
 from jettison.core.objects import ABSENT, swapped_entries
 

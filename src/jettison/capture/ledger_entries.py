@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import BlockClass, ModelTrace, expect_trace
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_leaves
 from jettison.core.dtypes import dtype_name
 from jettison.ledger.ledger import Ledger, Origin, SavedTensor
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.dispatch import tracing
 from jettison.capture.isolation import leaving_nothing
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import ABSENT, summary, swapped_entries
 from jettison.core.units import format_seconds

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture import state_kinds
-from jettison.capture.code_names import function_reach, globals_of
+from jettison.capture.bytecode_names import function_reach, globals_of
 from jettison.capture.reachable_state import HOOK_TABLES
 from jettison.capture.state_kinds import (
     CONTAINERS,

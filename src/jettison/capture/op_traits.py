@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import flop_registry
 
+from jettison.capture.pytrees import op_leaves
 from jettison.capture.randomness import MOVES_BY_NUMBER, is_private, op_name
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import op_leaves
 from jettison.ledger.program import Anchor
 
 aten = torch.ops.aten

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.pytrees import op_map
 from jettison.capture.state_kinds import StreamState
-from jettison.capture.trees import op_map
 
 aten = torch.ops.aten
 

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture import code_names, side_effects, state_kinds
-from jettison.capture.code_names import is_foreign, names_in, package_of
+from jettison.capture import bytecode_names, side_effects, state_kinds
+from jettison.capture.bytecode_names import is_foreign, names_in, package_of
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.state_kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.tensor_subclasses import memory_key
@@ -280,7 +280,7 @@ class Reach:
 
     def _is_of_a_library(self, value: Any) -> bool:
         """Whether a function or a class belongs to a package that is neither the user's nor the model's."""
-        return package_of(value) not in self._own_packages and code_names.is_installed(value.__module__)
+        return package_of(value) not in self._own_packages and bytecode_names.is_installed(value.__module__)
 
     def _class(self, cls: type, depth: int = 0) -> None:
         if is_foreign(cls.__module__) or id(cls) in self._seen:
@@ -377,7 +377,7 @@ class Reach:
                 new.tell(self.refused)
 
     def _globals_of(self, function: types.FunctionType) -> None:
-        for table, name, _ in code_names.globals_of(function):
+        for table, name, _ in bytecode_names.globals_of(function):
             if (id(table), name) not in self._named:
                 self._named.add((id(table), name))
                 self.states.append(state_kinds.GlobalState(table, name))

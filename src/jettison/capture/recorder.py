@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorExcepti
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import op_traits
+from jettison.capture.pytrees import op_leaves, op_map, tree_flatten, tree_leaves
 from jettison.capture.randomness import ADVANCE, Movement, default_stream, movement_of
 from jettison.capture.signature import Switches, described, kernel_switches
 from jettison.capture.tensor_subclasses import Wrapping, is_dense, plain, storage_of, version_of, wrapping
-from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
 from jettison.core.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.code_names import is_foreign
+from jettison.capture.bytecode_names import is_foreign
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 

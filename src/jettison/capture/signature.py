@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from jettison.capture.pytrees import tree_flatten, tree_shape, tree_unflatten
 from jettison.capture.side_effects import KERNEL_SWITCHES
 from jettison.capture.state_kinds import PLAIN, attribute_of, attributes_of, entries_of, is_a, items_of, slots_of
 from jettison.capture.tensor_subclasses import plain, wrapping
-from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule
 from jettison.core.objects import swapped
 

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.code_names import NEVER_INSIDE, function_reach, is_foreign, package_of
+from jettison.capture.bytecode_names import NEVER_INSIDE, function_reach, is_foreign, package_of
 from jettison.capture.side_effects import asking
 from jettison.capture.tensor_subclasses import reach_of
 from jettison.core.errors import UnsupportedModule

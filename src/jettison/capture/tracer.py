@@ -25,15 +25,15 @@ from jettison.capture.block_stand_ins import forwards, is_real, observed_trace, 
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode, tracing
 from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
+from jettison.capture.fsdp2 import cast_batch, sharded_modules
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
+from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.randomness import default_stream
 from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef
-from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.state_kinds import StreamState
 from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, stepped_in_backward, storage_of, wrapping
-from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import JettisonError, RecordingLeft, TraceError
 from jettison.core.objects import set_to, swapped
 from jettison.ledger.program import Op

@@ -15,7 +15,7 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import sequences, tokens
-from jettison.diagnose.anchor import fit_anchor, fragment_bytes, measured_in
+from jettison.diagnose.fit_anchor import fit_anchor, fragment_bytes, measured_in
 from jettison.frameworks.run_file import flags_of
 from jettison.predict.forecast import extra_bytes, forecast
 from jettison.predict.ranges import ANCHOR_WEIGHT

@@ -34,7 +34,7 @@ from jettison.report.proof import Proof, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 from jettison.verify.differences import independent_copy, same_bits
-from jettison.verify.planned import verify
+from jettison.verify.verify import verify
 
 PREDICTION_WITHIN = 0.02
 

@@ -19,7 +19,7 @@ from jettison.frameworks.nearest_policy import DescribedPricer, subject_of
 from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
 from jettison.report.plan import DESCRIBED, SCHEMA, export_table
-from jettison.report.untrusted import parse_json, read_text
+from jettison.report.untrusted_json import parse_json, read_text
 from jettison.request.options import DECIDED, NOTHING_ASKED
 from jettison.solve.plan import Plan
 from jettison.spec.frameworks import named
@@ -123,7 +123,7 @@ def export_plan(
         return _described(document, name, model, write)
     made = Plan.from_json(text)
     progress("loading torch")
-    from jettison.frameworks.live import live_export
+    from jettison.frameworks.live_export import live_export
 
     return live_export(made, document, write=write, gpu=gpu, model=model, progress=progress)
 

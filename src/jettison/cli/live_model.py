@@ -30,8 +30,8 @@ from jettison.report.ledger import LedgerReport, PhaseRow, StageBytes
 from jettison.report.plan import plan_table
 from jettison.request.options import RunRequest
 from jettison.request.resolve import is_live, model_spec
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 from jettison.solve.plan import Plan
-from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.verify.side_by_side import allocation_timeline
 from jettison.verify.timing import environment

@@ -18,7 +18,7 @@ from jettison.core.progress import Progress, silent
 from jettison.report.console import hint, progress
 
 if TYPE_CHECKING:
-    from jettison.train.export import ExportResult
+    from jettison.train.export_weights import ExportResult
     from jettison.train.recipe import PlanSection, TrainRecipe
     from jettison.train.run_folder import TrainResult
 
@@ -151,7 +151,7 @@ def write_weights(
         UsageError: there is no checkpoint, the folder is there, or transformers has no such model.
         ExportFailed: the weights could not be written.
     """
-    from jettison.train.export import export_run
+    from jettison.train.export_weights import export_run
     from jettison.train.recipe import PlanSection, read_recipe
 
     def made() -> TrainRecipe:

@@ -145,8 +145,8 @@ def prove(
     from jettison.models.live_model import load, named_function, optimizer_for
     from jettison.planner import apply
     from jettison.verify.own_checkpointing import verify_given
-    from jettison.verify.planned import verify
     from jettison.verify.side_by_side import step_timeline
+    from jettison.verify.verify import verify
 
     request, plan = request_for(target, model=flags.model, **{name: getattr(flags, name) for name in OF_THE_MODEL})
     given = flags.given or flags.step is not None or flags.against is not None

@@ -506,7 +506,7 @@ def _adding_seconds(
 ) -> float:
     """Seconds to accumulate a micro-batch's weight gradients, unless their GEMM does."""
     nbytes = 0
-    unsharded = layout.zero == 3 and not execution.reduces_each  # NOTE [ Unsharded gradients ] in `predict.fsdp2`
+    unsharded = layout.zero == 3 and not execution.reduces_each  # NOTE [ Unsharded gradients ] in `predict.fsdp`
     kept = precision.reduce_dtype if unsharded else precision.accumulator or precision.gradient
     casts = kept != precision.compute if unsharded else execution.casts_gradients and precision.compute != "float32"
     given, into = DTYPE_BYTES[precision.compute if casts or unsharded else precision.gradient], DTYPE_BYTES[kept]

@@ -39,7 +39,7 @@ from jettison.core.progress import Progress, silent
 from jettison.cost.kernel import Gemm
 from jettison.diagnose.finding import table
 from jettison.runtime.install import install
-from jettison.solve.policy import KeepAll
+from jettison.solve.checkpoint_policy import KeepAll
 
 # seconds --------------------------------------------------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from jettison.capture.dispatch import eagerly
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import without_gradients
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace, call_model, context_of, loss_of
+from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.randomness import seed_streams
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, call_signature, opaque_copy
 from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
-from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.dryrun.counter import (
     GIVEN,
@@ -60,10 +60,10 @@ from jettison.ledger.program import Source
 from jettison.runtime.graph_fingerprint import nodes_behind
 from jettison.runtime.install import install
 from jettison.runtime.offload import Group, StorageUse, flat_bytes
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.recordings import Verdict
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepAll
+from jettison.solve.checkpoint_policy import CheckpointPolicy, Exactly, Full, KeepAll
 from jettison.solve.problem import RegionOption, RootOption
 
 

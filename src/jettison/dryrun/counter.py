@@ -743,7 +743,7 @@ def _cuda_peak(step: Callable[[], object], device: torch.device, marks: PhaseMar
 #
 # A counter logs levels, marks and last references in order. A storage is watched if several intervals may refer to it:
 # what a call is given, returns, or leaves in its arguments. An interval has its levels as if no watched storage died in
-# it, and says where it drops its last reference; the storage dies with the last interval that does (`composed.py`).
+# it, and says where it drops its last reference; the storage dies with the last interval that does: `composed_peaks`.
 
 GIVEN, RETURNED, STORED, HELD, VIEWED = range(5)
 """Roles of a call's tensors. `STORED` are left in its arguments; `HELD`, by others too, and `VIEWED` are gradients."""

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from jettison.capture.fakes import makes_sparse, sparse_workspace
 from jettison.capture.op_traits import is_communication
+from jettison.capture.pytrees import op_leaves
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.randomness import private_randomness
-from jettison.capture.trees import op_leaves
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import number_bytes
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, StandInMemory, least_seconds, workspaces

@@ -29,9 +29,9 @@ from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspac
 from jettison.dryrun.op_costs import Pricing
 from jettison.ledger.step_levels import StepLevels
 from jettison.runtime.install import install
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy
+from jettison.solve.checkpoint_policy import CheckpointPolicy
 from jettison.solve.problem import RegionOption
 
 
@@ -47,7 +47,7 @@ class StepPeaks:
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
     pinned_bytes: int = 0  # what is taken from the host for them
     levels: StepLevels | None = None  # over the step
-    composed: bool = False  # of dry runs of its parts (dryrun/composed.py), and not run itself
+    composed: bool = False  # of dry runs of its parts (dryrun/composed_peaks.py), and not run itself
     extra_bytes: int = 0  # of them, allocated by nothing of the step
     optimizer_levels: Sequence[int] = ()  # above the first
 

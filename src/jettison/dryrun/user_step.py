@@ -22,12 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.dispatch import tracing
 from jettison.capture.fakes import roughly
+from jettison.capture.fsdp2 import sharded_modules
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace
-from jettison.capture.sharded import sharded_modules
+from jettison.capture.pytrees import tree_leaves, tree_map
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_leaves, tree_map
 from jettison.core.errors import JettisonError, TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.dryrun.block_levels import with_memory_of_their_own
@@ -36,9 +36,9 @@ from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
 from jettison.parallel.fake_ranks import FakeDDP, inside_of_ddp
-from jettison.runtime.assumptions import RETAINED, backward_kinds, is_uniform
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number, nodes_behind
+from jettison.runtime.loop_assumptions import RETAINED, backward_kinds, is_uniform
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -309,7 +309,7 @@ def flash(
 def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int]:
     """Keys and values all-gathered over cp, which nothing saves, and the workspace of the backward.
 
-    ``jettison/parallel/context.py``, ``_CausalAttention``: each is all-gathered and put in order. Forward works on two
+    ``_CausalAttention`` of `parallel.context_parallel`: each is all-gathered and put in order. Forward works on two
     pieces of rows and joins them. Backward all-gathers both again; the last rows' gradients cover as many keys and
     values (rank 0, whose last piece is the end of the sequence), the first rows' one piece of 2c. They are summed;
     keys' gradients are stacked in the ranks' order, scattered and joined, then values'.

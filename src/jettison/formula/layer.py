@@ -7,7 +7,7 @@ from jettison.formula.basic import add, cast, copy, dropout, enter, leave, linea
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
-from jettison.formula.scans import gated_delta, selective_scan, state_space
+from jettison.formula.ssm import gated_delta, selective_scan, state_space
 from jettison.formula.tape import Value, Writer
 from jettison.spec.model import (
     Arrangement,

@@ -22,8 +22,8 @@ from typing import Any
 from jettison.core.documents import data, document, part
 from jettison.core.errors import known
 from jettison.core.units import format_bytes
+from jettison.frameworks.layer_policies import Cost, LayerAction, LayerPolicy, OpCall, Pricer, Subject, tensor_names
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.policy import Cost, LayerAction, LayerPolicy, OpCall, Pricer, Subject, tensor_names
 from jettison.spec.frameworks import FOLDER, named
 
 SCHEMA = "jettison.export/1"
@@ -111,7 +111,7 @@ def exporter(target: str) -> Exporter:
     """
     targets = named("targets")
     entry = targets[known(target, targets, "--to")]
-    write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
+    write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.export").write
 
     def export(subject: Subject, pricer: Pricer) -> Exported:
         found = write(Nearest(subject=subject, pricer=pricer, target=target))

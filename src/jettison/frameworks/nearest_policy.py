@@ -13,7 +13,7 @@ from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.objects import OnDemand, renamed
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import op_seconds
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     Cost,
     Decision,
     LayerAction,
@@ -56,7 +56,7 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
 
 
 class DescribedPricer:
-    """Prices a described run; see `jettison.frameworks.policy.Pricer`."""
+    """Prices a described run; see `jettison.frameworks.layer_policies.Pricer`."""
 
     def __init__(self, choice: AutoForecast) -> None:
         self.choice = choice

@@ -14,7 +14,7 @@ from jettison.core.objects import summary
 from jettison.core.progress import in_a_trainer
 from jettison.planner.budget import AskedBudget
 from jettison.planner.handle import Applied, HandleReport, figures
-from jettison.planner.watch import MemoryReport
+from jettison.planner.peak_watch import MemoryReport
 
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 

@@ -23,9 +23,9 @@ from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.capture.fakes import fake_mode
 from jettison.capture.ledger_entries import Roles, base_name
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
+from jettison.capture.pytrees import op_leaves, tree_leaves
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tracer import trace_model
-from jettison.capture.trees import op_leaves, tree_leaves
 from jettison.core.dtypes import DTYPE_BYTES, dtype_name
 from jettison.core.errors import JettisonError, UsageError
 from jettison.cost.kernel import BATCHED, FLASH

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jettison.parallel.context import Context as Context
-    from jettison.parallel.context import apply_context_parallel as apply_context_parallel
+    from jettison.parallel.context_parallel import Context as Context
+    from jettison.parallel.context_parallel import apply_context_parallel as apply_context_parallel
     from jettison.parallel.dropout import OwnDraws as OwnDraws
     from jettison.parallel.dropout import seed_ranks as seed_ranks
     from jettison.parallel.known_models import apply_tensor_parallel as apply_tensor_parallel

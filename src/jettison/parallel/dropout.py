@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from jettison.capture.dispatch import CaptureMode
 from jettison.capture.randomness import Movement
 from jettison.capture.recorder import OpRecorder
-from jettison.parallel.regions import Axis
+from jettison.parallel.tp_collectives import Axis
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours share no pattern
 _SEEDS = 2**62

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_copy
-from jettison.capture.sharded import managed_parameters, parameter_groups, sharded_modules
+from jettison.capture.fsdp2 import managed_parameters, parameter_groups, sharded_modules
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 

@@ -25,7 +25,6 @@ from jettison.core.errors import JettisonError, UnsupportedModule, UsageError
 from jettison.core.files import read_table
 from jettison.families.family import BLOCKS, FAMILIES
 from jettison.parallel.dropout import OwnDraws
-from jettison.parallel.regions import Axis
 from jettison.parallel.styles import (
     BlockInput,
     ColumnParallel,
@@ -36,7 +35,8 @@ from jettison.parallel.styles import (
     VocabularyParallel,
     is_linear,
 )
-from jettison.runtime.planned import PlannedForward
+from jettison.parallel.tp_collectives import Axis
+from jettison.runtime.planned_forward import PlannedForward
 
 Plan = dict[str, Style]
 """Module path -> what happens to it, for `parallelize_module`."""

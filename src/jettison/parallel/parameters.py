@@ -21,9 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from jettison.capture.blocks import find_blocks
-from jettison.capture.sharded import parameter_groups
+from jettison.capture.fsdp2 import parameter_groups
 from jettison.core.errors import UsageError
-from jettison.parallel.regions import Axis, all_reduce
+from jettison.parallel.tp_collectives import Axis, all_reduce
 
 
 def distribute(style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -78,7 +78,7 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 # FSDP2, a unit for each block -----------------------------------------------------------------------------------------
 #
 # A recipe recomputes while its block's parameters are unsharded for the block's own backward, so that nothing is
-# all-gathered twice. A plan may be applied before or after; see `jettison.capture.sharded`.
+# all-gathered twice. A plan may be applied before or after; see `jettison.capture.fsdp2`.
 
 
 def shard_blocks(

@@ -32,13 +32,13 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.fsdp2 import sharded_parameters
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.op_traits import is_collective
-from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
 from jettison.core.errors import Infeasible, PlanMismatch
 from jettison.parallel.store_exchange import Ranks, Store, listed, ranks_in_words
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
 """Seconds that a rank waits for others that still trace or plan. A difference is seen as soon as all are there."""

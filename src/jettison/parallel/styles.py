@@ -33,7 +33,7 @@ from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.objects import swapped_entries
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.parameters import distribute, local_part
-from jettison.parallel.regions import Axis, collect, f, f_bar, finish_gather, g, g_bar, split, start_gather
+from jettison.parallel.tp_collectives import Axis, collect, f, f_bar, finish_gather, g, g_bar, split, start_gather
 
 # linear layers --------------------------------------------------------------------------------------------------------
 

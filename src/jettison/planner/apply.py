@@ -22,13 +22,13 @@ from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import DryRunChoice, Planner, digests_of, fingerprint, module_policy
 from jettison.planner.readiness import check_model, compile_settings
 from jettison.planner.readiness import traced as traced_forward
-from jettison.runtime.assumptions import PARTIAL, Assumptions
 from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.loop_assumptions import PARTIAL, Assumptions
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.witness import Check, check_of
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 from jettison.solve.plan import Plan
-from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Sequence["str | CheckpointPolicy"]
 

@@ -34,11 +34,11 @@ from jettison.dryrun.user_step import Step
 from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.planner.step_description import Described
-from jettison.runtime.assumptions import BatchShape, map_tensors, tensors_by_path
 from jettison.runtime.callers import argument_of
 from jettison.runtime.cuda_graphs import is_capturing, refuse_capture
 from jettison.runtime.install import adopt_more, follow, install_more
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.loop_assumptions import BatchShape, map_tensors, tensors_by_path
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.solve.plan import Plan
 
 MOST_PLANS = 16

@@ -24,10 +24,10 @@ from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
-from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
+from jettison.planner.peak_watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import ChunkedLossPatch, holding
 from jettison.runtime.offload import OffloadEngine
-from jettison.runtime.planned import PendingCalls, PlannedForward, RegionReport
+from jettison.runtime.planned_forward import PendingCalls, PlannedForward, RegionReport
 from jettison.runtime.witness import tell_replays
 from jettison.solve.plan import Plan
 from jettison.spec.device_allowance import FRAGMENTS

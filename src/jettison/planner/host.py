@@ -16,14 +16,14 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
 from jettison.cost.collective import host_seconds
 from jettison.ledger.program import Program
-from jettison.planner.front_policies import PACK
+from jettison.planner.frontier_policies import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.install import returned
 from jettison.runtime.offload import free_host_bytes, usable
 from jettison.runtime.recipe import compile_recipe
+from jettison.solve.checkpoint_policy import SMALLEST_BYTES, can_move
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.offload_options import parts_to_send
-from jettison.solve.policy import SMALLEST_BYTES, can_move
 from jettison.solve.problem import ChoiceLevels, Link, OffloadedTensor, RegionOption, StepProblem
 from jettison.spec.hardware import Hardware, hardware
 

@@ -28,11 +28,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.code_names import function_reach, is_foreign
+from jettison.capture.bytecode_names import function_reach, is_foreign
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.signature import global_signature
 from jettison.capture.state_kinds import TENSOR_HOOKS, hooks_of
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import read_text, write_whole
 from jettison.core.process import cpu_name

@@ -16,8 +16,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jettison.capture.fsdp2 import sharded_modules, states, stay_unsharded
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, call_model, expect_module, expect_trace, loss_of
-from jettison.capture.sharded import sharded_modules, states, stay_unsharded
 from jettison.core.errors import Infeasible, StaleTensor, TooMuchMemory, TraceError, UnsupportedModule, UsageError, warn
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
@@ -37,10 +37,10 @@ from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of
-from jettison.runtime.assumptions import BatchShape
 from jettison.runtime.chunked_loss import ChunkedLossPatch
+from jettison.runtime.loop_assumptions import BatchShape
 from jettison.runtime.offload import place_of
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware

@@ -32,13 +32,13 @@ from jettison.core.errors import Infeasible
 from jettison.core.progress import Progress, silent
 from jettison.cost.kernel import memory_seconds, op_seconds
 from jettison.dryrun.block_levels import dry_run_block, dry_run_root, observe_block
-from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
-from jettison.dryrun.composed import Judge, why_whole
+from jettison.dryrun.compiled_blocks import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
+from jettison.dryrun.composed_peaks import Judge, why_whole
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.program import Program, Source
-from jettison.planner.front_policies import (
+from jettison.planner.frontier_policies import (
     PACK,
     compiled_points,
     exactly,
@@ -60,10 +60,10 @@ from jettison.planner.host import (
 )
 from jettison.runtime.lossless_packing import Pack
 from jettison.runtime.recipe import costs_like
+from jettison.solve.checkpoint_policy import Full, KeepAll
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.offload_options import MOST_CUTS, is_lean, lean_points
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport, policy_name
-from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import Choice, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.solver import Offer, Solution, fastest, refine
 from jettison.spec.hardware import Hardware, usual_hardware

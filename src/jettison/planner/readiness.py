@@ -19,11 +19,11 @@ from jettison.capture.model_trace import CompileSettings, Loop, LossFn, ModelTra
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
-from jettison.dryrun.compiled import survey
+from jettison.dryrun.compiled_blocks import survey
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
-from jettison.runtime.compiled import check_compiler
+from jettison.runtime.compiled_regions import check_compiler
 from jettison.runtime.install import refuse_checkpointing
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.spec.frameworks import named
 
 BLOCKS: Final = "blocks"

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_batch, fake_mode
 from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, loss_of
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
 from jettison.dryrun.op_costs import Pricing, measure_ops
@@ -38,7 +38,7 @@ from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.host import Host
 from jettison.planner.planner import Planner, StagesPlanner, planner_of
 from jettison.planner.readiness import compiled_modules, survey_blocks
-from jettison.runtime.assumptions import BatchShape
+from jettison.runtime.loop_assumptions import BatchShape
 from jettison.spec.hardware import Hardware
 
 MOST_KINDS = 32

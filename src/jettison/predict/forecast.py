@@ -19,7 +19,7 @@ from jettison.memory.schedule import DeviceOrder, OrderOptions, Weights, device_
 from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
+from jettison.predict.fsdp import freed, reducing, whole_in_flight
 from jettison.predict.optimizer_step import (
     OffloadedOptimizer,
     bucket_bytes,
@@ -29,8 +29,8 @@ from jettison.predict.optimizer_step import (
     step_bytes,
 )
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
+from jettison.predict.stage_units import sent_to_host, stream_bytes, units
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, walk
-from jettison.predict.units import sent_to_host, stream_bytes, units
 from jettison.spec.anchor import BUFFERS, RunAnchor
 from jettison.spec.device_allowance import Limit, available_to
 from jettison.spec.layout import Reshard

@@ -15,7 +15,7 @@ from jettison.formula.liveness import forward_height
 from jettison.formula.model_states import model_states, together
 from jettison.formula.region import Region, held_over, score_region
 from jettison.ledger.program import Source
-from jettison.predict.fsdp2 import FsdpGroups
+from jettison.predict.fsdp import FsdpGroups
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard

@@ -254,7 +254,7 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
     """Classes of a run for a measure, its own first.
 
-    The first class of a run with an anchor of its stack, kind and hardware is `ANCHORED` (`diagnose.anchor`); other
+    The first class of a run with an anchor of its stack, kind and hardware is `ANCHORED` (`diagnose.fit_anchor`); other
     anchors correct the figures but leave the ranges as they are.
     """
     stack, kind = stack_of(run), kind_of(run)

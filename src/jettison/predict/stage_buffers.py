@@ -32,8 +32,8 @@ from jettison.formula.attention import MASK
 from jettison.formula.region import HEAD
 from jettison.ledger.program import Program
 from jettison.memory.step import Event
+from jettison.predict.stage_units import stream_bytes
 from jettison.predict.stages import Chunk, StageRegion, local_shape
-from jettison.predict.units import stream_bytes
 from jettison.spec.frameworks import FOLDER
 from jettison.spec.kernels import GROUPED_STREAMS, OVERLAP_STREAMS, AttentionKernel, Dispatcher, Documents
 from jettison.spec.layout import Schedule

@@ -15,7 +15,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, h
 from jettison.formula.tape import Weight
 from jettison.ledger.program import Program
 from jettison.memory.schedule import PipelineShape
-from jettison.solve.policy import (
+from jettison.solve.checkpoint_policy import (
     COMPILED,
     COMPILED_QUANTIZED,
     OWN,
@@ -171,7 +171,7 @@ def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[
 
 
 def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of modules in `solve.policy`, by the library of the run's GEMMs: NOTE [ Norms of their own ] there."""
+    """Names of modules by the library of a run's GEMMs: NOTE [ Norms of their own ] in `solve.checkpoint_policy`."""
     return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 

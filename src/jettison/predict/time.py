@@ -61,6 +61,7 @@ from jettison.formula.region import embedding_region
 from jettison.formula.split_backward import computing_groups
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_step import offloaded_optimizer
+from jettison.predict.stage_units import by_torch, moved_bytes, splits
 from jettison.predict.stages import (
     COMPILERS,
     FULL,
@@ -75,7 +76,6 @@ from jettison.predict.stages import (
     pipeline_shape,
     segment_ends,
 )
-from jettison.predict.units import by_torch, moved_bytes, splits
 from jettison.spec.hardware import Hardware, slowest
 from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer

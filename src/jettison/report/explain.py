@@ -27,7 +27,7 @@ from jettison.memory.step import Lifetime, Moment, StageLoad, moments
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.stages import StageRegion, passes_of
 from jettison.search.largest_fit import FittingChange, fitting_changes, nested
-from jettison.solve.policy import attention_core
+from jettison.solve.checkpoint_policy import attention_core
 from jettison.spec.device_allowance import FitBudget, FitRule
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.model import AnyLayer

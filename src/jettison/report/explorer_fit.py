@@ -1,6 +1,6 @@
 """Data of the explorer's first panel, "Will it fit?": bytes of each region's passes as sums, and what a device leaves.
 
-The page folds them into a step: units, shards of ZeRO and a 1F1B schedule, as `memory.step` and `predict.fsdp2` do for
+The page folds them into a step: units, shards of ZeRO and a 1F1B schedule, as `memory.step` and `predict.fsdp` do for
 PyTorch's kernels (decision 0114).
 
 NOTE [ Passes as sums ]
@@ -17,7 +17,7 @@ REGION: {"output": SUM, "grad": has the output a gradient, "modes": {MODE: [resi
  table, of an expert, held SUM if frozen, is it packed]]},
 where a pass is two lists of sums: up to the last read of a weight, and after it, in the order of the forward. The
 first layer is another one over a frozen embedding. PHASES are there under expert parallelism: lists of sums until
-gradients reach the experts, within them and after them (NOTE [ Experts within a layer ] in `predict.fsdp2`), and the
+gradients reach the experts, within them and after them (NOTE [ Experts within a layer ] in `predict.fsdp`), and the
 sum of what is live in between.
 """
 
@@ -45,7 +45,7 @@ from jettison.formula.named_sizes import MODEL_NAMES, has_names, structure, trac
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Monomial, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Writer
-from jettison.predict.fsdp2 import PhasedBackward
+from jettison.predict.fsdp import PhasedBackward
 from jettison.predict.ranges import Measure, lineage, residual
 from jettison.predict.stages import NONE, kept_by, named_frames
 from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_sizes, ranks_of, sizes_of

@@ -15,8 +15,8 @@ from jettison.memory.schedule import PASSES, DeviceAction, Work
 from jettison.memory.step import StageAction, actions
 from jettison.predict.forecast import Forecast, Stage, available_bytes, replayed_load
 from jettison.predict.ranges import time_residual
+from jettison.predict.stage_units import sent_to_host
 from jettison.predict.time import Breakdown
-from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
 from jettison.report.explorer_models import (
     GPU,

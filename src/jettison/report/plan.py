@@ -21,7 +21,7 @@ from jettison.spec.device_allowance import FitVerdict
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
     from jettison.frameworks.export import Exported
-    from jettison.frameworks.policy import Cost, LayerPolicy
+    from jettison.frameworks.layer_policies import Cost, LayerPolicy
     from jettison.report.alternatives import NextGiB, Reason
     from jettison.search.auto_recompute import AutoForecast
     from jettison.solve.plan import Plan

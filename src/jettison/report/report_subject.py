@@ -24,7 +24,7 @@ from jettison.report.alternatives import Flip, Reason, flips_text
 from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice
 from jettison.report.proof import SCHEMA as PROOF_SCHEMA
 from jettison.report.proof import LayerProof, Proof
-from jettison.report.untrusted import all_printable, parse_json, read_text
+from jettison.report.untrusted_json import all_printable, parse_json, read_text
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor
 from jettison.spec.device_allowance import Range

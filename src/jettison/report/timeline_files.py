@@ -36,9 +36,9 @@ from jettison.memory.schedule import PASSES, ScheduledPass, Work
 from jettison.memory.step import StageAction, actions
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.predict.forecast import Forecast, Stage, replayed_load
+from jettison.predict.stage_units import sent_to_host
 from jettison.predict.stages import kept_by
 from jettison.predict.time import Estimate
-from jettison.predict.units import sent_to_host
 from jettison.report.estimate import EstimateReport
 from jettison.report.step_slices import PassSlices, SliceKind, host_copies, nanoseconds, step_slices
 from jettison.spec.precision import Gradients

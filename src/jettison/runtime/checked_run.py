@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.op_traits import computes, is_bookkeeping, writes
+from jettison.capture.pytrees import op_leaves
 from jettison.capture.recorder import Expected, RegionTrace, TensorRef, signature_of
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain, storage_of
-from jettison.capture.trees import op_leaves
 from jettison.core.objects import swapped
-from jettison.runtime.handles import Diverged
+from jettison.runtime.saved_handles import Diverged
 from jettison.runtime.witness import digest, spots_of
 
 _CHECKS = {"aten::aminmax"}

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 from jettison.capture.dispatch import CALLS_COMPILED, eagerly
 from jettison.capture.isolation import WritesUndone, without_gradients, without_our_hooks
 from jettison.capture.op_traits import unwritten_results
+from jettison.capture.pytrees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.randomness import Streams
 from jettison.capture.reachable_state import Reach
 from jettison.capture.recorder import TensorRef
@@ -46,22 +47,21 @@ from jettison.capture.tensor_subclasses import (
     version_of,
     wrapping,
 )
-from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.core.objects import Entry, swapped_entries
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.cuda_graphs import is_capturing
 from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import Held, opened
-from jettison.runtime.moves import BufferRange, OffloadableBox
 from jettison.runtime.offload import Group, stale
+from jettison.runtime.offloaded_ranges import BufferRange, OffloadableBox
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, PlannedRegion, Prepared, Verdict
+from jettison.runtime.saved_handles import Held, opened
 from jettison.runtime.saved_tensor_hooks import is_unpacked_again, keep_more_after_error
 from jettison.runtime.views import Within, view_of
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
-from jettison.solve.policy import Offload, keeps_everything
+from jettison.solve.checkpoint_policy import Offload, keeps_everything
 
 Forward = Callable[..., Any]
 MOST_VALUES_A_STEP = 5_000

@@ -17,15 +17,15 @@ from torch import distributed, nn
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recorder import Place, TensorRef
-from jettison.core.errors import JettisonError, UnsupportedModule, warn
+from jettison.core.errors import JettisonError, UnsupportedModule, UsageError, warn
 from jettison.core.units import format_bytes
-from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
+from jettison.runtime.compiled_regions import RUNS_COMPILED, CompiledRegion
 from jettison.runtime.device import rounding_of
 from jettison.runtime.offload import engine_for, place_of, slabs_for
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.recordings import RegionPlan, SegmentLink
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, OffloadPolicy, offloaded_by
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll, Offload, OffloadPolicy, offloaded_by, packed_by
 
 
 def install(
@@ -56,8 +56,8 @@ def install(
     compiled = {} if checked else {call.name: traced.classes[call.class_key].compiled for call in traced.calls}
 
     for name, policy in policies.items():
-        if (made := compiled.get(name)) is not None:
-            refuse_packing(name, policy, made.program)
+        if (made := compiled.get(name)) is not None and packed_by(policy, made.program):
+            raise UsageError(f"{name} runs compiled, and its policy packs what it keeps; expected one that does not")
 
     def region_of(name: str, policy: CheckpointPolicy) -> PlannedForward:
         made, module = compiled.get(name), model.get_submodule(name)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.recorder import RecordedOp, RegionTrace, TensorRef
-from jettison.runtime.moves import Away, BufferRange, moves_of
+from jettison.runtime.offloaded_ranges import Away, BufferRange, moves_of
 
 aten = torch.ops.aten
 

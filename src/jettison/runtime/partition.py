@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Mark
 from jettison.capture.op_traits import DISCRETE, is_collective, op_cost
 from jettison.core.dtypes import dtype_name
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
-from jettison.solve.policy import CheckpointPolicy
+from jettison.solve.checkpoint_policy import CheckpointPolicy
 
 _OWN_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
@@ -154,7 +154,7 @@ def _tag(*modules: fx.GraphModule) -> None:
 # Inductor fuses elementwise ops into the kernels that read them, so that recomputing one costs next to nothing, as its
 # inputs are read anyway. It is charged a small share of its output bytes, and so is a mask that is drawn from its seed:
 # reading it takes longer (GPT-2's, on a CPU). A reduction is charged all that it reads; a matmul its FLOPs. These only
-# rank candidates for recomputation. Choices are measured on the compiled block (`dryrun.compiled`).
+# rank candidates for recomputation. Choices are measured on the compiled block (`dryrun.compiled_blocks`).
 
 
 FUSED_SHARE = 8  # a fused op is charged for one in this many of its output bytes

@@ -29,7 +29,7 @@ from jettison.capture.recorder import RecordedOp, RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.runtime.lossless_packing import Pack, packs_of
-from jettison.runtime.moves import BufferRange, moves_of
+from jettison.runtime.offloaded_ranges import BufferRange, moves_of
 from jettison.runtime.views import Within, within
 from jettison.runtime.witness import Cut, SamplePositions, spots_of
 

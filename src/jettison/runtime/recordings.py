@@ -31,22 +31,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.fsdp2 import precision_of
 from jettison.capture.module_guards import ModuleGuard, Setting, same_values
 from jettison.capture.reachable_state import Known
 from jettison.capture.recorder import Place, RecordedOp, RegionTrace, TensorRef, ValueRead
-from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of, wrapping
 from jettison.capture.tracer import VALUES_WANTED, trace_region, trace_root
 from jettison.core.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.cuda_graphs import refuse_capture
 from jettison.runtime.graph_fingerprint import Print
-from jettison.runtime.handles import Handle
 from jettison.runtime.offload import Group
 from jettison.runtime.recipe import Recipe, shared_recipe
+from jettison.runtime.saved_handles import Handle
 from jettison.runtime.views import view_of, whole_copy, within
 from jettison.runtime.witness import Check, Rounded
-from jettison.solve.policy import CheckpointPolicy, Offload, offloaded_by, packed_by
+from jettison.solve.checkpoint_policy import CheckpointPolicy, Offload, offloaded_by, packed_by
 
 GIVE_UP_AFTER = 8  # runs of one signature that differed from their recording, before it is no longer recorded
 WRITTEN_LATER = "others write to its arguments or results before backward"

@@ -14,22 +14,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
+from jettison.capture.fsdp2 import whole_now
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.recorder import Place, TensorRef, layout, layout_of
-from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import QuantizedWrapping, arrived, plain, storage_of, version_of, wrapping
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import StaleTensor, WrongValue
 from jettison.runtime import witness as witnesses
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import HELD, Box, Diverged, Handle, Held, box_for
-from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
+from jettison.runtime.offloaded_ranges import Away
 from jettison.runtime.recipe import AWAY, Expected, Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import UNWRAPPED, code_of, get_state
 from jettison.runtime.recordings import PlannedRegion
+from jettison.runtime.saved_handles import HELD, Box, Diverged, Handle, Held, box_for
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import MEMORY, SALT, Check, Witness, _ndarray, compare, peek
 

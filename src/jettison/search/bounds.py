@@ -41,7 +41,7 @@ from jettison.cost.execution import execution_of
 from jettison.cost.region import Item
 from jettison.memory.schedule import OrderOptions, PipelineShape, Work, device_order
 from jettison.predict.forecast import Forecast
-from jettison.predict.fsdp2 import own_experts
+from jettison.predict.fsdp import own_experts
 from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline, passes_of
 from jettison.predict.time import Estimate, Timing
 from jettison.search.space import Setup
@@ -473,7 +473,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     shards = layout.zero >= 2 and layout.shards > 1
     stays = run.gradients is not Gradients.ACCUMULATOR
     statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]
-    # experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp2`
+    # experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp`
     gathered = [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]
     return ShardBound(
         gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,

@@ -37,7 +37,7 @@ from jettison.formula.region import Region
 from jettison.memory.schedule import Occupancy, PipelineShape, Work
 from jettison.memory.stage_unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.fsdp2 import FsdpGroups, GroupPlace, behind_experts, own_experts
+from jettison.predict.fsdp import FsdpGroups, GroupPlace, behind_experts, own_experts
 from jettison.predict.stages import FULL, Chunk, RegionGroup, chosen_passes, kept_by, pipeline_shape, planned_program
 from jettison.predict.time import Estimate, Timing, works
 from jettison.search.bounds import least_seconds, with_ends

@@ -18,7 +18,7 @@ of k layers saves k - 1 of k inputs, and beyond 16 another layer saves less than
 are no segments if inputs can be offloaded within the host's budget and behind single layers' compute: then single
 layers save nothing on the device and recompute less. Segments of one length throughout a stage, as in a recompute mode,
 are tried at every length. If the host's budget binds, segments are tried only if single layers do not fit:
-plans near the relaxation's vertex (`solve.exchanges`) have none.
+plans near the relaxation's vertex (`solve.host_budget`) have none.
 
 NOTE [ Mask of packed documents ]
 All layers share one mask of packed documents, which is freed after the forward if no layer recomputes an op that reads
@@ -41,11 +41,11 @@ from jettison.formula.region import HEAD, Region
 from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
+from jettison.predict.fsdp import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask
+from jettison.predict.stage_units import unit_within
 from jettison.predict.stages import FULL, KeptBuffers, RegionGroup, StageRegion, kept_by, planned_program
 from jettison.predict.time import Timing
-from jettison.predict.units import unit_within
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
 from jettison.solve.offload_options import action_points
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem

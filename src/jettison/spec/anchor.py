@@ -75,7 +75,7 @@ def parse_measured(text: str) -> MeasuredRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAnchor:
-    """Physical quantities that explain a measured run: NOTE [ Anchored ] in `diagnose.anchor`.
+    """Physical quantities that explain a measured run: NOTE [ Anchored ] in `diagnose.fit_anchor`.
 
     Args:
         stack: framework preset or kernels of that run.

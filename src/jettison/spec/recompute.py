@@ -17,7 +17,7 @@ from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 # Lists of recomputed and offloaded modules, named as in Megatron-Core
 # ``megatron/core/transformer/transformer_config.py`` (0.19): ``recompute_modules`` with the granularity "selective",
 # and ``offload_modules`` with ``fine_grained_activation_offloading``; ``__post_init__`` checks their combinations.
-# `solve.policy` has the tensors that each of them keeps and frees.
+# `solve.checkpoint_policy` has the tensors that each of them keeps and frees.
 
 
 CORE_ATTENTION: Final = "core_attn"
@@ -41,7 +41,7 @@ def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own
 
     Args:
         own_norms: TransformerEngine has the GEMMs, and a norm is a separate module where it cannot be fused with one:
-            NOTE [ Norms of their own ] in `solve.policy`.
+            NOTE [ Norms of their own ] in `solve.checkpoint_policy`.
     """
     if not kernels.module_lists:
         raise UsageError(
@@ -87,7 +87,7 @@ class Mode(StrEnum):
     EVERY = "every"  # segments of K layers: saves the segment's input (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest none (torchtitan's selective layer)
-    PARTS = "parts"  # separate checkpoints of attention, MLP and norms of a layer: `solve.policy`
+    PARTS = "parts"  # separate checkpoints of attention, MLP and norms of a layer: `solve.checkpoint_policy`
     MODULES = "modules"  # modules of a layer by Megatron's names, as listed above
     AUTO = "auto"  # planned for a budget
 

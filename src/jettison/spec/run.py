@@ -195,7 +195,7 @@ class Run:
 
     @cached_property
     def keeps_unsharded_gradients(self) -> bool:
-        """Whether gradients are unsharded between backwards: NOTE [ Unsharded gradients ] in `predict.fsdp2`."""
+        """Whether gradients are unsharded between backwards: NOTE [ Unsharded gradients ] in `predict.fsdp`."""
         return self.layout.reduces_chunks or self.syncs_last
 
     @property
@@ -495,7 +495,7 @@ COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selectiv
 
 
 def _compiled(run: Run) -> Iterator[str]:
-    """Reject --compile for layers without a model of it: NOTE [ What torch's partitioner keeps ] in `solve.policy`."""
+    """Reject --compile for layers outside of NOTE [ What torch's partitioner keeps ] in `solve.checkpoint_policy`."""
     model, mode, why = run.model, run.recompute.mode, ""
     if mode is Mode.PARTS and model.recorder is not None:
         yield f"got --recompute parts; {model.name}'s blocks are recorded without parts: give full"

@@ -37,7 +37,7 @@ from jettison.models.reference import (
     document_numbers,
     positions_within,
 )
-from jettison.parallel.context import Context, asked_kernel, has_window
+from jettison.parallel.context_parallel import Context, asked_kernel, has_window
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec
 from jettison.train.checkpoint import DAMAGE, read_tensors, reason

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.fsdp2 import sharded_parameters
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.randomness import Streams
-from jettison.capture.sharded import sharded_parameters
 from jettison.core.errors import TraceError, UsageError
 from jettison.core.objects import swapped_entries
 from jettison.dryrun.counter import AllocationCounter, static_tensors

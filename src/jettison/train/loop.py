@@ -24,7 +24,7 @@ from jettison.ledger.step_levels import StepLevels
 from jettison.parallel.store_exchange import ranks_in_words
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import EvaluationResult, EvaluationSet, evaluate
-from jettison.train.export import export_session
+from jettison.train.export_weights import export_session
 from jettison.train.optim import StepTotals, clip, learning_rate, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
 from jettison.train.ranks import RankLost, agreed, is_loss_of_a_rank, waiting_for

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jettison.parallel import apply_context_parallel, apply_tensor_parallel, reduce_partial_gradients, seed_ranks
-from jettison.parallel.context import Context
+from jettison.parallel.context_parallel import Context
 from jettison.parallel.parameters import shard_blocks
 from jettison.spec.layout import Layout
 from jettison.train.data import derived_seed

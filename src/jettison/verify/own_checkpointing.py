@@ -19,7 +19,7 @@ from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.verify.differences import (
     MAX_DEPARTURES,
     Departure,

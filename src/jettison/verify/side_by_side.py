@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.randomness import Streams
 from jettison.capture.state_kinds import TensorState
 from jettison.capture.tensor_subclasses import memory_key, plain
-from jettison.capture.trees import tree_leaves
 from jettison.core.progress import Progress
 from jettison.dryrun.counter import (
     AllocationCounter,
@@ -30,7 +30,7 @@ from jettison.dryrun.counter import (
 from jettison.ledger.step_levels import PhaseLevels, StepLevels
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.verify.differences import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 from jettison.verify.timing import environment, interleaved
 

@@ -23,7 +23,7 @@ from jettison.core.objects import renamed
 from jettison.core.parse_units import Length
 from jettison.core.process import cores
 from jettison.families.presets import PRESETS
-from jettison.report.untrusted import no_constant
+from jettison.report.untrusted_json import no_constant
 from jettison.request.options import RunRequest
 from jettison.spec.hardware import hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer

@@ -1,5 +1,5 @@
 // Bytes of a training step of a described run: the sums of report/explorer_fit.py, folded as memory/step.py,
-// predict/units.py and predict/fsdp2.py fold them for PyTorch's kernels and 1F1B. Whole bytes; tests hold them to Python's.
+// predict/stage_units.py and predict/fsdp.py fold them for PyTorch's kernels and 1F1B. Whole bytes; tests hold them to Python's.
 "use strict";
 (function () {
   const J = (globalThis.J = globalThis.J || {});
@@ -64,7 +64,7 @@
   const trained = (region) => region.weights.filter((w) => !w.frozen);
   const tiedBytes = (region, each) => trained(region).reduce((n, w) => n + (w.tied ? w.numel : 0), 0) * each;
 
-  // predict/units.py, `_unit`: a region's passes without shards.
+  // predict/stage_units.py, `_unit`: a region's passes without shards.
   function unitOf(region, held, tied, comesWhole) {
     const top = (pair) => Math.max(...pair), passes = { forward: top(region.forward), backward: top(region.backward) };
     const adding = comesWhole ? passes.backward : top(region.adding);
@@ -84,7 +84,7 @@
     return unit;
   }
 
-  // predict/fsdp2.py, `FsdpGroups`: which regions one group all-gathers, and what the outermost one has beside.
+  // predict/fsdp.py, `FsdpGroups`: which regions one group all-gathers, and what the outermost one has beside.
   function groupsOf(parts, held, run) {
     if (run.pp > 1 || !run.model.tied) return { parts, outer: 0, late: 0, lateShards: 0, last: 0, tied: 0, first: null };
     const head = parts.at(-1), first = parts[0], ends = {};
@@ -99,14 +99,14 @@
 
   const lastGradient = (part, run) => (part.kind === LAYER ? 0 : trained(part).filter((w) => run.pp > 1 || !w.tied).at(-1)?.numel ?? 0);
 
-  // predict/fsdp2.py, `_rise_of_experts`: the peak of a layer's backward whose experts are a group of their own.
+  // predict/fsdp.py, `_rise_of_experts`: the peak of a layer's backward whose experts are a group of their own.
   function riseOfExperts({ experts, phases }, held, { alone, there, ahead, waiting }) {
     const [until, within, after, live] = phases, change = experts.reduced + experts.gradients - (experts.reduced / held.gradient) * held.compute;
     const left = there - experts.gathered + ahead, done = live + left;
     return Math.max(until + there + waiting, within + there + ahead + waiting, done + experts.reduced, done + change + (alone ? experts.reduced : 0), after + left + change);
   }
 
-  // predict/fsdp2.py, `_Sharded`: a unit with what is all-gathered and reduced beside it.
+  // predict/fsdp.py, `_Sharded`: a unit with what is all-gathered and reduced beside it.
   function sharded(unit, at, groups, held, run) {
     const part = groups.parts[at], before = groups.parts[at - 1], behind = groups.parts[at + 1], isHead = part.kind === HEAD;
     if (run.zero < 3) return { ...unit, backward: unit.backward + (behind ?? { static: none }).static.reduced, adding: unit.adding + (behind ?? { static: none }).static.reduced };

@@ -138,5 +138,5 @@ pytree.register_pytree_node(
     _DataclassFields,
     lambda opened: (list(opened.values.values()), (opened.kind, tuple(opened.values))),
     _unflatten,
-    serialized_type_name="jettison.capture.trees._DataclassFields",
+    serialized_type_name="jettison.capture.pytrees._DataclassFields",
 )

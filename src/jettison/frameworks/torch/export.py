@@ -1,7 +1,7 @@
 """Plain torch: a file with ``apply(model)``, by `checkpoint_wrapper` and selective contexts.
 
 It expresses a live plan's kept and recomputed tensors, except for NOTE [ What a checkpoint holds ] in
-frameworks/policy.py.
+frameworks/layer_policies.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jettison.frameworks.export import TargetOutput, header, moves_table, names, pieces, selective_tables
-from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     LayerAction,
     LayerPolicy,
     Subject,
@@ -19,6 +18,7 @@ from jettison.frameworks.policy import (
     by_ops_and_host,
     draws_again,
 )
+from jettison.frameworks.nearest_policy import Nearest
 
 USE = """\
 Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and

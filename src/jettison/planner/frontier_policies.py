@@ -15,9 +15,9 @@ from jettison.dryrun.kernel_trial import REPEATS, one_run
 from jettison.ledger.program import Program
 from jettison.runtime.lossless_packing import Pack, PackedForm, pack_bytes, unpack_bytes
 from jettison.runtime.recipe import compile_recipe
+from jettison.solve.checkpoint_policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.offload_options import lean_points
-from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
 from jettison.spec.hardware import Hardware
 
 HULL_POINTS = 16

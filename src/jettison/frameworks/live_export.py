@@ -13,7 +13,7 @@ from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
 from jettison.dryrun.step import dry_run_given
 from jettison.frameworks.export import Exported, Exporter
-from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
+from jettison.frameworks.layer_policies import Cost, Decision, LayerPolicy, Subject
 from jettison.models.live_model import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
 from jettison.solve.plan import LayerPlan, Plan
@@ -87,7 +87,7 @@ def _called(cls: type) -> str:
 
 
 class LivePricer:
-    """Dry-runs the written code on fake tensors; see `jettison.frameworks.policy.Pricer`."""
+    """Dry-runs the written code on fake tensors; see `jettison.frameworks.layer_policies.Pricer`."""
 
     def __init__(self, plan: Plan, subject: Subject, traced: ModelTrace, optimizer: Any) -> None:
         self._plan, self._subject, self._traced, self._optimizer = plan, subject, traced, optimizer

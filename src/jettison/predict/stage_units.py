@@ -37,7 +37,7 @@ from jettison.formula.split_backward import InputHalf, checkpointed_weight_half,
 from jettison.formula.tape import GATHER
 from jettison.memory.stage_unit import Halves, Unit, WeightStep
 from jettison.predict.frozen_models import highest_forward
-from jettison.predict.fsdp2 import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
+from jettison.predict.fsdp import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
 from jettison.predict.stages import (
     FULL,
     NONE,

@@ -25,7 +25,7 @@ from jettison.dryrun.counter import RETURNED, STORED, CallLevels, IntervalLevels
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.step_levels import StepLevels
-from jettison.solve.policy import CheckpointPolicy, packed_by
+from jettison.solve.checkpoint_policy import CheckpointPolicy, packed_by
 
 Part = tuple[str, frozenset[int], frozenset[int], Summed]
 """A call under a policy: its class, what is kept and packed, and gradients that are not its own alone."""

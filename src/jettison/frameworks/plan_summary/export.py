@@ -9,9 +9,9 @@ from itertools import groupby
 from jettison.core.errors import DoesNotFit
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.frameworks.export import TargetOutput, filled, pieces
+from jettison.frameworks.layer_policies import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
-from jettison.frameworks.torch.write import code
+from jettison.frameworks.torch.export import code
 
 MOST_DROPPED = 5
 """Tensors named for a kind of layer, the largest."""

@@ -22,8 +22,7 @@ from jettison.frameworks.export import (
     pieces,
     selective_tables,
 )
-from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     Decision,
     LayerAction,
     LayerPolicy,
@@ -37,9 +36,10 @@ from jettison.frameworks.policy import (
     op_calls,
     saving,
 )
-from jettison.frameworks.torch.write import notes_of, priced_code
+from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
+from jettison.frameworks.torch.export import notes_of, priced_code
 from jettison.ledger.program import Op
-from jettison.solve.policy import SelectiveOp
+from jettison.solve.checkpoint_policy import SelectiveOp
 
 ATTENTION: Final = "attention"
 """Name of any attention kernel that a model was built with."""

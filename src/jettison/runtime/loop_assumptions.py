@@ -24,9 +24,9 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import SUPPORTED_NODES
 
-from jettison.capture.sharded import states, stay_unsharded
+from jettison.capture.fsdp2 import states, stay_unsharded
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import warn
 from jettison.core.units import format_bytes
 from jettison.runtime.callers import argument_of

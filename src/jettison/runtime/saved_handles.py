@@ -9,8 +9,8 @@ from torch import Tensor
 
 from jettison.capture.tensor_subclasses import version_of
 from jettison.runtime.lossless_packing import Packed
-from jettison.runtime.moves import Away, OffloadableBox
 from jettison.runtime.offload import Group, stale
+from jettison.runtime.offloaded_ranges import Away, OffloadableBox
 from jettison.runtime.recipe import Recipe
 
 

@@ -16,8 +16,7 @@ from itertools import combinations
 
 from jettison.core.objects import OnDemand
 from jettison.frameworks.export import TargetOutput
-from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, Nearest
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     Cost,
     Decision,
     LayerAction,
@@ -27,7 +26,8 @@ from jettison.frameworks.policy import (
     checkpointed_together,
     kept_whole,
 )
-from jettison.solve.policy import SMALLEST_OFFLOADED, is_fused, parts_of, recomputed, saved_by, sent
+from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, Nearest
+from jettison.solve.checkpoint_policy import SMALLEST_OFFLOADED, is_fused, parts_of, recomputed, saved_by, sent
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import CORE_ATTENTION, OFFLOADED, RECOMPUTED, Mode, Recompute
 from jettison.spec.run import Run

@@ -20,10 +20,10 @@ from torch import nn
 from jettison.capture.blocks import REGION_MARK
 from jettison.capture.dispatch import refuse_scripted
 from jettison.capture.state_kinds import is_ours
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.planned_forward import PlannedForward
 from jettison.runtime.saved_tensor_hooks import is_inside
 from jettison.runtime.witness import Check, check_of
-from jettison.solve.policy import CheckpointPolicy, policy_named
+from jettison.solve.checkpoint_policy import CheckpointPolicy, policy_named
 
 Class = TypeVar("Class", bound=type[nn.Module])
 Part = TypeVar("Part", nn.Module, nn.Parameter)

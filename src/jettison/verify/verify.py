@@ -27,13 +27,13 @@ from jettison.planner.planner import plan_tensors
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses
-from jettison.runtime.compiled import CompiledRegion, compiled
-from jettison.runtime.handles import HELD, Handle
+from jettison.runtime.compiled_regions import CompiledRegion, compiled
 from jettison.runtime.recipe import compile_recipe
+from jettison.runtime.saved_handles import HELD, Handle
 from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.runtime.witness import Check
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.solve.plan import Plan, PlanTensor, policy_name
-from jettison.solve.policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verify.differences import (
     MAX_DEPARTURES,

@@ -37,7 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.parallel.known_models import RECORD, HeadForm, LayerForm, StackForm, class_of, known, refuse_planned
-from jettison.parallel.regions import Axis
+from jettison.parallel.tp_collectives import Axis
 
 _c10d, _aten = torch.ops._c10d_functional, torch.ops.aten
 ROWS = -2

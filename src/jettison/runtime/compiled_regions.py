@@ -26,19 +26,18 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from jettison.capture.isolation import without_our_hooks
 from jettison.capture.model_trace import CompiledProgram, CompileSettings
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.tensor_subclasses import storage_of
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
-from jettison.ledger.program import Program
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
 from jettison.runtime.checkpoint_fallback import OffloadHooks, run_with_offload
 from jettison.runtime.cuda_graphs import refuse_capture
-from jettison.runtime.handles import Held, opened
 from jettison.runtime.offload import Group
-from jettison.runtime.planned import PlannedForward, RegionReport
+from jettison.runtime.planned_forward import PlannedForward, RegionReport
+from jettison.runtime.saved_handles import Held, opened
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by
+from jettison.solve.checkpoint_policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by
 from jettison.solve.problem import OffloadedTensor
 
 if TYPE_CHECKING:
@@ -363,12 +362,6 @@ def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
         own_choice = policy.digest == of.program.digest() and policy.buffers == of.default
         return KeepAll() if own_choice else replace(policy, offloaded_buffers=frozenset())
     return policy
-
-
-def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> None:
-    """Raise `UsageError` if a policy packs saved tensors of compiled blocks, which can be offloaded only."""
-    if packed_by(policy, program):
-        raise UsageError(f"{name} runs compiled, and its policy packs what it keeps; expected one that does not")
 
 
 # compiled moves -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from jettison.core.errors import TraceError
 from jettison.core.objects import OnDemand
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.export import TargetOutput, header, kinds_of, moves_table, names, pieces, rows
-from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.policy import (
+from jettison.frameworks.layer_policies import (
     Cost,
     Decision,
     LayerAction,
@@ -33,9 +32,10 @@ from jettison.frameworks.policy import (
     with_input_on_host,
     writes_in_place,
 )
-from jettison.frameworks.torch.write import copied
+from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
+from jettison.frameworks.torch.export import copied
 from jettison.ledger.program import Op, Program, Source
-from jettison.solve.policy import Full
+from jettison.solve.checkpoint_policy import Full
 
 TRIES: Final = 3
 _RETURNS: Final = "checkpoint function must return"  # torch_remat's message

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from jettison.frameworks.export import TargetOutput, strategy_notes
+from jettison.frameworks.layer_policies import LayerAction
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.policy import LayerAction
-from jettison.frameworks.torch.write import one_switch
+from jettison.frameworks.torch.export import one_switch
 
 
 def write(nearest: Nearest) -> TargetOutput:

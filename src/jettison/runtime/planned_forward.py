@@ -19,16 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _force_original_view_tracking
 
 from jettison.capture.dispatch import HOOKS_OFF
+from jettison.capture.fsdp2 import unwatched
 from jettison.capture.isolation import without_our_hooks
-from jettison.capture.sharded import unwatched
+from jettison.capture.pytrees import tree_leaves
 from jettison.capture.signature import AUTOCASTS, call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, warn
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
 from jettison.runtime import witness
-from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
     COPY,
     FOREIGN_HOOKS,
@@ -45,14 +44,15 @@ from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.checkpoint_fallback import run_interrupted, run_without_recipe
 from jettison.runtime.cuda_graphs import is_capturing, refuse_capture
 from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
-from jettison.runtime.handles import Diverged
+from jettison.runtime.loop_assumptions import Assumptions
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recompute_code import code_of
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
+from jettison.runtime.saved_handles import Diverged
 from jettison.runtime.saved_tensor_hooks import BoundaryHook, Frame, current_frame, is_pack_listened_to, running, unpack
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
-from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from typing import Protocol
 
 from jettison.ledger.program import Op, Program, Source
 from jettison.search.auto_recompute import AutoForecast
+from jettison.solve.checkpoint_policy import Full
 from jettison.solve.plan import PolicyName
-from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware
 
 

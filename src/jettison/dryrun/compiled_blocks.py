@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.block_stand_ins import stand_in
+from jettison.capture.fsdp2 import left_of_fsdp
 from jettison.capture.model_trace import BlockClass, CompiledProgram, CompileSettings, ModelTrace
+from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.randomness import forked_streams
-from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
 from jettison.dryrun.block_levels import BlockLevels, forward_alone, given_to_block
 from jettison.dryrun.counter import allocation_deltas, quiet_gc
-from jettison.runtime.compiled import compiled, first_lines, kept_buffers, looking, one_graph
-from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.runtime.compiled_regions import compiled, first_lines, kept_buffers, looking, one_graph
+from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import OffloadedTensor, RegionOption
 
 WARM_UPS = 2  # the first compiles, the second fills caches of libraries
