@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.cost.region import Class
+from jettison.cost.region import Class, RegionSeconds
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.forecast import available_bytes, forecast
@@ -402,6 +402,35 @@ def test_stacks_say_what_is_waited_for() -> None:
     reduced = 4 * (68.98e9 / 32) * 2 * 3 / 4 / reached
     for each in (deepspeed, scaling):
         assert each.stages[1].end == pytest.approx(reduced + reduced / 4, rel=0.05)
+
+
+def test_transfers_of_blocking_calls_block_both_stages() -> None:
+    """DeepSpeed's ``TrainSchedule``: each stage sends and receives an activation and a gradient a micro-batch."""
+    layout = {"pp": 4, "dp": 2, "micro_batches": 16, "kernels": "megatron", "stack": "megatron-deepspeed"}
+    found = estimate(run_of("llama2-7b", seq=2048, precision="bf16-main32", **layout), hardware("a100-80gb"))
+    first, second, _, last = (stage.sent[0] for stage in found.stages)
+    hop = first[0]
+    assert hop > 0
+    assert (first, second, last) == ((hop, hop), (2 * hop, 2 * hop), (hop, hop))
+
+
+def test_kernels_that_are_waited_for_hide_no_host_time() -> None:
+    """CUDA_LAUNCH_BLOCKING=1: the host's time adds to the device's, as often as kernels are launched."""
+    layout = {"tp": 8, "sp": False, "pp": 1, "micro_batches": 4, "kernels": "megatron", "recompute": "full"}
+    device = hardware("a100-80gb")
+
+    def layers(stack: str, micro_batch: int) -> RegionSeconds:
+        precision = {"precision": "fp16-main32", "attention": "eager"}
+        run = run_of("gpt-175b", seq=2048, stack=stack, micro_batch=micro_batch, **precision, **layout)
+        return estimate(run, device).stages[0].total
+
+    hidden, waited = layers("megatron-deepspeed", 1), layers("megatron-deepspeed-blocking", 1)
+    assert waited.forward.compute == hidden.forward.compute and waited.forward.transfers == hidden.forward.transfers
+    assert hidden.backward.dispatch == 0
+    host = waited.forward.dispatch + waited.backward.dispatch
+    assert 96 * 50 * device.delays.waited < host < 96 * 65 * device.delays.waited
+    more = layers("megatron-deepspeed-blocking", 4)
+    assert more.forward.dispatch + more.backward.dispatch == pytest.approx(host)
 
 
 def test_buckets_of_zero_1_and_2_are_all_reduced() -> None:

@@ -54,6 +54,7 @@ class Execution:
     pipelines_tensor: bool = False
     hides_data: bool = True  # gradient reductions and ZeRO 3's all-gathers overlap with other layers
     hides_stages: bool = False  # pipeline sends overlap with compute
+    receives_block: bool = False  # a stage's sends and receives are separate calls: each blocks both stages
     hides_offload: bool = True  # copies to and from CPU memory overlap with compute
     repeats_all: bool = False  # full checkpointing recomputes the entire layer, not only what backward needs
     accumulates_in_gemm: bool = False  # the weight-gradient GEMM accumulates into the gradient buffer
@@ -72,6 +73,7 @@ class Execution:
     fuses_experts: bool = False
     permutes: bool = False
     rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `launches`
+    waits_for_kernels: bool = False  # CUDA_LAUNCH_BLOCKING=1: NOTE [ Launch-bound ] of `cost.region`
     graphed: bool = False  # CUDA graphs replay the kernels of layers, without launches by the host
     graphs_experts: bool = True
     stack: str = ""  # selects the hardware file's figures of one software stack

@@ -12,6 +12,7 @@ The device waits if the host takes longer to launch kernels than they run: `Dela
 experts takes the host `Delays.experts`: modules, quantisers and tensors of each expert are Python objects, and the host
 waits for the count of each expert's rows. TransformerEngine's issue 2897 measured 1.2 ms for a forward and 2.1 ms for a
 backward of the newest fused experts; fp8 costs the host twice what bf16 does (issue 761). CUDA graphs need no host.
+Where kernels are waited for (CUDA_LAUNCH_BLOCKING=1) the device idles for all of the host's time: `Delays.waited`.
 
 NOTE [ Expert by expert ]
 TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``multi_stream_cublas_gemm``): a descriptor, a
@@ -243,10 +244,10 @@ class _Timer:
         """Args: host: seconds of host work in addition to launches."""
         compute = sum(self.kernel(k) for k in kernels)
         launches = 0 if self.execution.graphed else sum(k.launches for k in kernels)
-        handed = launches * self.hardware.delays.dispatch + self._expert_launches(kernels)
-        if self.hardware.synchronous:
-            return PassSeconds(compute=compute, transfers=transfers, dispatch=handed + host)
-        return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
+        delays, waits = self.hardware.delays, self.execution.waits_for_kernels
+        handed = launches * (delays.waited if waits else delays.dispatch) + self._expert_launches(kernels)
+        hides = 0.0 if self.hardware.synchronous or waits else compute + transfers
+        return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - hides))
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one kernel."""

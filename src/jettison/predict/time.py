@@ -89,7 +89,7 @@ class StageSeconds:
 
     Args:
         chunks: seconds of their regions, transfers within them included.
-        sent: exposed seconds of sending outputs and their gradients, by chunk.
+        sent: exposed seconds of sending outputs and their gradients, and of receiving where that blocks, by chunk.
         end: exposed reduction of gradients after the last backward, and all-gather of updated parameters.
         hideable: the part of ``end`` that a longer last backward would hide.
         optimizer: optimizer step with clipping.
@@ -260,20 +260,17 @@ class Timing:
                 each = sum((item.seconds * item.count for item in items), NOTHING)
                 known[alike] = each._replace(again=each.again * share) + self._exposed_transfers(items) + self._frozen
             seconds.append(known[alike])
-        sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
         both = list(zip(layout.places(index), layout.neighbours(index), strict=True))
-        blocks = 0.0 if self.execution.hides_stages else sends
+        blocks, waits = (0.0 if self.execution.hides_stages else self.sending()), self.execution.receives_block
+        hops = [(blocks * (p < last and not behind), blocks * (p > 0 and not before)) for p, (before, behind) in both]
         every = [item for items in chunks for item in items]
         end, hideable = self._end(every)
         late = [place == 0 and splits(self.run) for place, _ in both]
         repeated = [self._repeated([] if first else items) for first, items in zip(late, chunks, strict=True)]
         return StageSeconds(
             chunks=tuple(seconds),
-            sent=tuple(
-                (blocks if place < last and not behind else 0.0, blocks if place and not before else 0.0)
-                for place, (before, behind) in both
-            ),
+            sent=tuple((out + waits * into, into + waits * out) for out, into in hops),
             end=end,
             hideable=hideable,
             optimizer=self.optimizer(every),
@@ -409,8 +406,7 @@ class Timing:
             least: a lower bound, without copies that backwards may hide.
         """
         precision, how = self.run.precision, self.execution
-        fused = how.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH
-        passes = 1 if fused else OPTIMIZER_PASSES
+        passes = 1 if how.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH else OPTIMIZER_PASSES
         if self.run.optimizer_offload.steps_on_cpu:
             return self._host_seconds(items, passes=passes, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)

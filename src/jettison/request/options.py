@@ -50,8 +50,8 @@ class CommonRequest:
             te-blackwell (before pytorch#175344) [default: none].
         ssm_kernels: Kernels of state-space and linear-attention layers: eager or fused [default: eager].
         cuda_graphs: Replay layers as CUDA graphs, without launch overhead [default: as --kernels].
-        stack: Software whose measured efficiency counts: base, megatron, megatron-deepspeed, nemo, nemo-24.12,
-            nemo-26.06, scaling or torch-2.11 [default: as --kernels].
+        stack: Software whose measured efficiency counts: base, megatron, megatron-deepspeed[-blocking], nemo,
+            nemo-24.12, nemo-26.06, scaling or torch-2.11 [default: as --kernels].
 
     FP8 and FP4:
         fp8_recipe: Recipe of FP8/FP4 GEMMs, with --precision bf16. TransformerEngine: delayed[:N], tensorwise (either

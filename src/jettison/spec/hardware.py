@@ -86,6 +86,7 @@ class Delays:
 
     kernel: float = 2e-6  # between two kernels on the device
     dispatch: float = 6e-6  # host time of an op, which bounds shorter kernels
+    waited: float = 40e-6  # host time between kernels that are waited for: docs/decisions/0135
     start: float = 8.4e-6  # startup of a collective: NOTE [ Latencies of NCCL ] in `cost.collective`
     link: float = 3.4e-6  # for each step of a collective within a node
     network: float = 14e-6  # for each step between nodes
@@ -491,7 +492,7 @@ def slower(hardware: Hardware, *, compute: float, communication: float, host: fl
         )
 
     def delays(of: Any) -> Any:
-        times = dict.fromkeys(("kernel", "dispatch", "experts", "expert_gemm", "hook"), host)
+        times = dict.fromkeys(("kernel", "dispatch", "waited", "experts", "expert_gemm", "hook"), host)
         times |= dict.fromkeys(("start", "link", "network"), communication)
         return replace(of, **{name: getattr(of, name) * factor for name, factor in times.items()})
 
