@@ -134,7 +134,7 @@ EXAMPLES = {
         given={"config.json": json.dumps(LLAMA_LIKE)},
     ),
     "a framework, or what one sets": Example(
-        files={"frameworks/example/framework.toml": FRAMEWORK},
+        files={"frameworks/example/defaults.toml": FRAMEWORK},
         lines=("-m jettison ledger llama3-8b --seq 2048 --dp 8 --like example",),
         says="ZeRO 2",
     ),
@@ -145,15 +145,15 @@ EXAMPLES = {
         given={"run.toml": '[example]\ntokens = 2048\ncolour = "red"\n'},
     ),
     "a line of a trainer's log for `calibrate`": Example(
-        files={"frameworks/example_log/framework.toml": LOG},
+        files={"frameworks/example_log/defaults.toml": LOG},
         lines=("-m jettison calibrate llama3-8b --seq 2048 --gpu h100-80gb --measured example.log",),
         says="step = 2.5",
         given={"example.log": "EXAMPLE took 2500 ms\n" * 3},
     ),
     "a target of `export`": Example(
         files={
-            "frameworks/example_target/framework.toml": '[targets.example]\norder = 99\nsays = "an example"\n',
-            "frameworks/example_target/export.py": WRITER,
+            "frameworks/example_target/defaults.toml": '[targets.example]\norder = 99\nsays = "an example"\n',
+            "frameworks/example_target/write.py": WRITER,
         },
         lines=(
             "-m jettison plan llama3-8b --seq 2048 --budget 150GiB --gpu b200-192gb --out plan.json",

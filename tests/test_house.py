@@ -73,7 +73,7 @@ def test_what_is_generic_names_no_framework(modules: list[house.Source]) -> None
     generic = [module for module in modules if module.file in files]
     assert len(generic) == len(files)
     assert house.named(generic, house.frameworks(), ()) == {}
-    assert all((file.parent / "README.md").exists() for file in house.PACKAGE.glob("frameworks/*/framework.toml"))
+    assert all((file.parent / "README.md").exists() for file in house.PACKAGE.glob("frameworks/*/defaults.toml"))
 
 
 def test_the_counts_see_what_they_count() -> None:

@@ -19,9 +19,9 @@ from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.frameworks.export import Exported
 from jettison.frameworks.layer_policies import checkpointed, kept_whole
-from jettison.frameworks.megatron.export import by_modules, layout_string
+from jettison.frameworks.megatron.write import by_modules, layout_string
 from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, decisions_of
-from jettison.frameworks.torchtitan.export import gemm_of
+from jettison.frameworks.torchtitan.write import gemm_of
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve

@@ -28,7 +28,7 @@ from jettison.frameworks.layer_policies import (
 )
 from jettison.frameworks.live_export import live_export
 from jettison.frameworks.nearest_policy import CannotSay
-from jettison.frameworks.transformers.export import code as transformers_code
+from jettison.frameworks.transformers.write import code as transformers_code
 from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan

@@ -13,7 +13,7 @@ from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Exported
 from jettison.frameworks.layer_policies import LayerAction, LayerPolicy, kept_whole
-from jettison.frameworks.megatron.export import _offloaded_sets, by_modules, offloading
+from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
 from jettison.frameworks.nearest_policy import DescribedPricer, decisions_of
 from jettison.request.options import RunRequest
 from jettison.spec.recompute import OFFLOADED

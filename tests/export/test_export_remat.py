@@ -21,7 +21,7 @@ from jettison.core.errors import TraceError
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.layer_policies import kept_whole
 from jettison.frameworks.nearest_policy import CannotSay
-from jettison.frameworks.torch_remat.export import by_regions, options_of, overwritten, steps_down
+from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
 from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.request.options import RunRequest
@@ -190,7 +190,7 @@ def test_what_it_cannot_say_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(CannotSay, match="return something else"):
         exporter("torch_remat")(found.subject, Refusing())  # type: ignore[arg-type]
-    monkeypatch.setattr("jettison.frameworks.torch_remat.export.find_spec", lambda name: None)
+    monkeypatch.setattr("jettison.frameworks.torch_remat.write.find_spec", lambda name: None)
     with pytest.raises(CannotSay, match="pip install torch_remat"):
         exporter("torch_remat")(found.subject, None)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.units import format_bytes
 from jettison.frameworks.export import Exported, losses
-from jettison.frameworks.megatron.export import _uniform
+from jettison.frameworks.megatron.write import _uniform
 from jettison.frameworks.nearest_policy import DescribedPricer, subject_of
 from jettison.request.options import RunRequest
 

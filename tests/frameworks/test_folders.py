@@ -50,8 +50,8 @@ def write(nearest):
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy/framework.toml").write_text(DEFAULTS, encoding="utf-8")
-    (tmp_path / "toy/export.py").write_text(WRITE, encoding="utf-8")
+    (tmp_path / "toy/defaults.toml").write_text(DEFAULTS, encoding="utf-8")
+    (tmp_path / "toy/write.py").write_text(WRITE, encoding="utf-8")
     monkeypatch.setattr(frameworks, "FOLDER", tmp_path)
     monkeypatch.setattr(jettison.frameworks, "__path__", [*jettison.frameworks.__path__, str(tmp_path)])
     caches = (frameworks._texts, frameworks._table, frameworks.named)

@@ -12,7 +12,7 @@ from benchmarks import megatron_golden as golden
 from jettison.cli.main import run as jettison
 from jettison.core.errors import UsageError
 from jettison.formula.region import parameter_count
-from jettison.frameworks.megatron.export import flags_text, layout_settings, overrides_text
+from jettison.frameworks.megatron.write import flags_text, layout_settings, overrides_text
 from jettison.frameworks.run_file import read_run, run_from
 from jettison.frameworks.shell_script import NOTES, PROGRAM, arguments
 from jettison.predict.forecast import forecast

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from jettison import parallel
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.models.reference import Gpt, GptConfig, GptLayer, Llama, LlamaConfig, LlamaLayer
 from jettison.parallel import (
@@ -25,6 +26,11 @@ from jettison.parallel.tp_collectives import Axis
 
 GPT = GptConfig(layers=2, hidden=32, heads=4, vocab=50, positions=16, dropout=0.1)
 LLAMA = LlamaConfig(layers=2, hidden=32, heads=8, kv_heads=2, head_dim=4, ffn=48, vocab=50)
+
+
+def test_each_public_name_is_found_in_its_module() -> None:
+    for name in parallel.__all__:
+        assert getattr(parallel, name).__name__ == name
 
 
 def gpt2(**more: object) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.frameworks.layer_policies import Decision
-from jettison.frameworks.megatron.export import by_modules, offloading
+from jettison.frameworks.megatron.write import by_modules, offloading
 from jettison.frameworks.nearest_policy import DescribedPricer
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.time import estimate

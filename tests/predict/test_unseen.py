@@ -14,7 +14,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, KIB, MIB
 from jettison.cost.pipeline import schedule_seconds
 from jettison.families.config import parse_config
-from jettison.frameworks.megatron.export import layout_settings, overrides_text
+from jettison.frameworks.megatron.write import layout_settings, overrides_text
 from jettison.memory.schedule import PipelineShape, Work, device_order
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast

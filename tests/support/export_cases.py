@@ -15,7 +15,7 @@ from jettison.capture.model_trace import as_call
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.frameworks.export import Exported
 from jettison.frameworks.layer_policies import Decision, LayerPolicy, Subject, checkpointed_on_host
-from jettison.frameworks.torch_remat.export import code as torch_remat_code
+from jettison.frameworks.torch_remat.write import code as torch_remat_code
 from jettison.solve.checkpoint_policy import Full
 
 WIDTH, TOKENS, DEPTH = 32, 24, 4

@@ -160,7 +160,7 @@ def double_classes(modules: Sequence[Source]) -> dict[str, list[str]]:
 
 
 def frameworks(package: Path = PACKAGE) -> frozenset[str]:
-    folders = {file.parent.name for file in package.glob("frameworks/*/framework.toml")}
+    folders = {file.parent.name for file in package.glob("frameworks/*/defaults.toml")}
     return (folders - NOT_FRAMEWORKS) | OTHER_FRAMEWORKS
 
 

@@ -97,7 +97,7 @@ class Execution:
 
 
 EAGER: Final = Execution(fused_optimizer=True, hooks=True)
-"""PyTorch's execution, and that of frameworks whose ``framework.toml`` has no entry ``execution``."""
+"""PyTorch's execution, and that of frameworks whose ``defaults.toml`` has no entry ``execution``."""
 
 
 @cache

@@ -17,7 +17,7 @@ A measured run corrects predictions of others by as few physical quantities as e
   only carries no information about its network, whose factor stays at its prior.
 
 NOTE [ Lines of logs ]
-Lines of logs are the frameworks' data: ``[logs]`` of their ``framework.toml`` has patterns whose groups name what they
+Lines of logs are the frameworks' data: ``[logs]`` of their ``defaults.toml`` has patterns whose groups name what they
 find and in which unit. Groups of one match with a number at the end (``device_GiB_2``) are added to the one without; an
 alternative without groups skips lines. ``process_MiB`` counts before the device's. ``mean_s`` is a mean over the
 ``steps_done`` since the start, ``run_s`` a duration of ``run_steps``. ``words``: a log without any of these has no such

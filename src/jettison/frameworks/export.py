@@ -111,7 +111,7 @@ def exporter(target: str) -> Exporter:
     """
     targets = named("targets")
     entry = targets[known(target, targets, "--to")]
-    write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.export").write
+    write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
 
     def export(subject: Subject, pricer: Pricer) -> Exported:
         found = write(Nearest(subject=subject, pricer=pricer, target=target))

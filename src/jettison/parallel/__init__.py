@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NAMES_OF = MappingProxyType(
     {
         "styles": ("BlockInput", "ColumnParallel", "Replicated", "RowParallel", "SplitInput", "VocabularyParallel"),
-        "context": ("Context", "apply_context_parallel"),
+        "context_parallel": ("Context", "apply_context_parallel"),
         "dropout": ("OwnDraws", "seed_ranks"),
         "known_models": ("apply_tensor_parallel", "tensor_parallel_plan"),
         "parameters": ("reduce_partial_gradients",),

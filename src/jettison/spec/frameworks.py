@@ -1,4 +1,4 @@
-"""Training frameworks as data: ``frameworks/NAME/framework.toml`` has defaults, export targets and names of flags.
+"""Training frameworks as data: ``frameworks/NAME/defaults.toml`` has defaults, export targets and names of flags.
 
 Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` to inherit from another preset, ``when`` for
 fields that depend on the layout), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers``
@@ -28,7 +28,7 @@ _COMPARE: Final = {">": operator.gt, "==": operator.eq}
 
 @cache
 def _texts() -> Mapping[str, str]:
-    return {file.parent.name: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*/framework.toml"))}
+    return {file.parent.name: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*/defaults.toml"))}
 
 
 @cache

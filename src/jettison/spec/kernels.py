@@ -1,7 +1,7 @@
 """Kernels that implement a layer: which ops are fused, and so which tensors autograd saves.
 
 The same layer saves different tensors under different code. A named set of these choices is an entry of a framework's
-``framework.toml``, section ``kernels``; a model family's file overrides fields where its code differs.
+``defaults.toml``, section ``kernels``; a model family's file overrides fields where its code differs.
 """
 
 from __future__ import annotations

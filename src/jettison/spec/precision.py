@@ -1,6 +1,6 @@
 """Precision and optimizer of a run: dtypes of weights, gradients and optimizer state, and what is offloaded to CPU.
 
-A framework's ``framework.toml`` has its rules of optimizer offload, section ``optimizer_offload``, with the framework
+A framework's ``defaults.toml`` has its rules of optimizer offload, section ``optimizer_offload``, with the framework
 code of each.
 
 NOTE [ Precision-aware optimizers ]

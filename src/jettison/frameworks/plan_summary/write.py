@@ -11,7 +11,7 @@ from jettison.core.units import format_bytes, format_flops, format_percent, form
 from jettison.frameworks.export import TargetOutput, filled, pieces
 from jettison.frameworks.layer_policies import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.torch.export import code
+from jettison.frameworks.torch.write import code
 
 MOST_DROPPED = 5
 """Tensors named for a kind of layer, the largest."""

@@ -7,7 +7,7 @@ import json
 from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.layer_policies import LayerAction
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.torch.export import one_switch
+from jettison.frameworks.torch.write import one_switch
 
 
 def write(nearest: Nearest) -> TargetOutput:

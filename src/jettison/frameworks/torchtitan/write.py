@@ -37,7 +37,7 @@ from jettison.frameworks.layer_policies import (
     saving,
 )
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.torch.export import notes_of, priced_code
+from jettison.frameworks.torch.write import notes_of, priced_code
 from jettison.ledger.program import Op
 from jettison.solve.checkpoint_policy import SelectiveOp
 

@@ -33,7 +33,7 @@ from jettison.frameworks.layer_policies import (
     writes_in_place,
 )
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.torch.export import copied
+from jettison.frameworks.torch.write import copied
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.checkpoint_policy import Full
 

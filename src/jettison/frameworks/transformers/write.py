@@ -9,7 +9,7 @@ from jettison.core.errors import DoesNotFit
 from jettison.frameworks.export import Alternative, TargetOutput, filled, header, names, pieces
 from jettison.frameworks.layer_policies import LayerAction, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
-from jettison.frameworks.torch.export import priced_code
+from jettison.frameworks.torch.write import priced_code
 
 LAYER = "transformers.modeling_layers:GradientCheckpointingLayer"
 USE = """\

@@ -7,7 +7,7 @@ from functools import partial
 from jettison.frameworks.export import TargetOutput, filled, header, moves_table, names, pieces, strategy_notes
 from jettison.frameworks.layer_policies import LayerAction, as_the_plan_moves
 from jettison.frameworks.nearest_policy import Nearest
-from jettison.frameworks.torch.export import priced_code
+from jettison.frameworks.torch.write import priced_code
 
 USE = """    model = mark(model)                    # before the Trainer sets the model up
     Trainer(strategy=strategy(), ...)      # strategy(**more) hands more on to FSDPStrategy"""

@@ -6,7 +6,7 @@ from jettison.core.units import format_bytes
 from jettison.frameworks.export import TargetOutput, filled, pieces, strategy_notes
 from jettison.frameworks.layer_policies import LayerAction, draws_again
 from jettison.frameworks.nearest_policy import CannotSay, Nearest
-from jettison.frameworks.torch.export import one_switch
+from jettison.frameworks.torch.write import one_switch
 
 
 def write(nearest: Nearest) -> TargetOutput:
