@@ -43,6 +43,36 @@ def test_files_that_pages_name_are_there() -> None:
     assert not {one for one in found if not (ROOT / one[1]).exists() and not (ROOT / "tests" / one[1]).exists()}
 
 
+def test_decisions_say_whether_they_hold() -> None:
+    """Each has a date and a status, and names the decision that changed or superseded it."""
+    status = {path.name[:4]: path.read_text("utf-8").splitlines()[2] for path in DOCS.glob("decisions/0*.md")}
+    held = re.compile(r"2026-11-\d\d(?:, changed [^·]+)? · (?:accepted|superseded by \[)")
+    assert not {number for number, line in status.items() if not held.match(line)}
+    said = {
+        (changed, number)
+        for number, line in status.items()
+        for part in line.split(" · ")
+        if part.startswith(("supersedes", "changes")) or "; changes" in part
+        for changed in re.findall(r"(?<![-(/\d])\b(\d{4})\b(?!-)", part)
+    }
+    assert len(said) > 20
+    assert not {one for one in said if one[1] not in status[one[0]]}
+
+
+def test_files_that_decisions_name_are_there() -> None:
+    rooms = "|".join(path.name for path in (ROOT / "src/jettison").iterdir() if path.is_dir())
+    named = re.compile(rf"(?<![\w/])((?:{rooms}|tests|benchmarks)/[\w/.-]+\.(?:py|toml))\b")
+    homes = (ROOT, ROOT / "src/jettison")
+    found = {
+        (page.name[:4], path)
+        for page in DOCS.glob("decisions/0*.md")
+        for path in named.findall(page.read_text("utf-8"))
+        if "NAME" not in path and "MODEL_TYPE" not in path
+    }
+    assert len(found) > 60
+    assert not {one for one in found if not any((home / one[1]).exists() for home in homes)}
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
