@@ -70,14 +70,14 @@ FRAGMENTS: Final = (Fraction(1, 100), Fraction(3, 100), Fraction(8, 100))
 
 
 def communicators(layout: Layout) -> int:
-    """Number of communicators: one for each mesh axis with more than one rank; an engine's pipelines have more.
+    """Number of communicators: one for each mesh axis with more than one rank; an engine's models have more.
 
     ``deepspeed/runtime/pipe/topology.py``, ``PipelineParallelGrid``, 2151c78: of a replica, of tied weights, with each
     neighbor; a tensor-parallel model's own (``megatron/mpu/initialize.py``): of every axis, of all ranks.
     """
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp))
-    engine = layout.buckets is not None and layout.pp > 1
-    return axes + engine * (4 + (axes + 1) * (layout.tp > 1))
+    engine = layout.buckets is not None
+    return axes + engine * (4 * (layout.pp > 1) + (axes + 1) * (layout.tp > 1))
 
 
 def fixed_allowance(layout: Layout, device: Device) -> Allowance:
