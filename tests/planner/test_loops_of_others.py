@@ -338,3 +338,55 @@ def test_a_block_may_run_two_programs_in_one_forward() -> None:
         jettison.auto_checkpoint(model, x, ENOUGH, step=lambda model, x: model(x).backward())
         model(x).backward()
     assert all(map(torch.equal, plain, [p.grad for p in model.parameters()]))
+
+
+class Listing(Mlp):
+    """Leaves its output in a list as well, as experts do with router logits."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        self.found.append(y)
+        return y
+
+
+class Refining(Net):
+    """Recurrent depth, as in HRM and TRM: passes without gradients over the blocks, then one that trains them."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = x
+        with torch.no_grad():
+            for _ in range(2):
+                y = self.passed(y + x)
+        for layer in self.layers:
+            vars(layer).get("found", []).clear()
+        y = self.passed(y + x)
+        more = [layer.found.pop().square().mean() for layer in self.layers if isinstance(layer, Listing)]
+        return torch.stack([y.square().mean(), *more]).sum()
+
+    def passed(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("block", [Mlp, Listing])
+def test_passes_over_the_blocks_without_gradients_inside_of_a_forward(block: type[nn.Module]) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Refining(block(WIDTH, 4 * WIDTH, 0.0) for _ in range(LAYERS))
+
+    plain, model, x = made(), made(), batch()
+    with pytest.raises(jettison.Infeasible) as refused:
+        jettison.auto_checkpoint(model, (x,), 1)
+    handle = jettison.auto_checkpoint(model, (x,), refused.value.minimum_budget_bytes or 0)
+    for one in (plain, model):
+        one(x).backward()
+    assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (plain, model))))
+    model.zero_grad()
+    peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, x)).peak_bytes
+    assert handle.plan is not None
+    assert peak == pytest.approx(handle.plan.predicted.peak_bytes, abs=64)

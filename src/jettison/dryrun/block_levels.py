@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ from jettison.dryrun.counter import (
     static_tensors,
 )
 from jettison.ledger.program import Source
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.graph_fingerprint import nodes_behind
 from jettison.runtime.install import install
 from jettison.runtime.offload import Group, StorageUse, flat_bytes
@@ -135,14 +137,9 @@ def block_levels(
         if not logs:
             return
         counter.watch(tree_leaves(output), (RETURNED,))
-        inside: list[Tensor] = []  # of caches among the arguments
-
-        def seen(tensor: Tensor) -> Tensor:
-            inside.append(tensor)
-            return tensor
-
-        opaque_copy(call, seen)
-        stores.update(counter.watch([*tree_leaves(call), *inside], (STORED,)))
+        inside: dict[int, Tensor] = {}  # of caches among the arguments
+        opaque_copy(call, lambda tensor: inside.setdefault(id(tensor), tensor))
+        stores.update(counter.watch([*tree_leaves(call), *inside.values()], (STORED,)))
         counter.mark(_AROUND)
 
     def goes_back(made: list[Tensor]) -> None:
@@ -370,16 +367,14 @@ def dry_run_root(
     are, although the recording does not show it.
     """
     count = len(trace.calls)
-    if trace.loop.gradients_preallocated:
-        with trace.context():
-            hold_gradients(trace, trace.fake_model)
+    with trace.context():
+        hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
     counter = AllocationCounter(static, workspace=workspace, device=trace.device_type, record_log=logs)
     levels = RootProbe(counter, [chain_bytes(trace, i) for i in range(count)])
     policy = Exactly(trace.root.program.digest(), kept, KeepAll())
-    root = trace.root
     # whether the root reads tensors that reached it other than as a block's output
-    entangled = any(b.source is Source.OUTER and b.index not in root.made for b in root.program.buffers)
+    entangled = any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
     real = plain if through_blocks or entangled else None  # blocks that run instead of stubs
     held, gradients = [0] * count, [0] * count
     if real is not None:
@@ -500,15 +495,14 @@ class RootProbe:
 
 def _next_of(calls: Iterator[int]) -> int:
     """Return the number of the running call, of which there may be more than were recorded."""
-    call = next(calls, None)
-    if call is None and torch._C._current_graph_task_id() == -1:
+    if (call := next(calls, None)) is not None:
+        return call
+    if torch._C._current_graph_task_id() == -1:
         raise StubsFallShort
-    if call is None:
-        raise UnsupportedModule(
-            "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
-            "Jettison would recompute inside what is recomputed"
-        )
-    return call
+    raise UnsupportedModule(
+        "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
+        "Jettison would recompute inside what is recomputed"
+    )
 
 
 @contextlib.contextmanager
@@ -519,7 +513,9 @@ def over_stubs(trace: ModelTrace, levels: RootProbe, policy: CheckpointPolicy) -
     root.recordings.adopt(trace.root_signature, trace.root, checked=True)
     root.in_dry_run = True
 
-    def stub(*args: Any, **kwargs: Any) -> Any:
+    def stub(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         call = _next_of(calls)
         region = trace.classes[trace.calls[call].class_key].trace
         leaves, (_, described, _) = call_signature(args, kwargs)
@@ -537,7 +533,7 @@ def over_stubs(trace: ModelTrace, levels: RootProbe, policy: CheckpointPolicy) -
         return root.nested(run)
 
     try:
-        with forwards({trace.fake_model.get_submodule(name): stub for name in names}):
+        with forwards({m: partial(stub, m.forward) for m in map(trace.fake_model.get_submodule, names)}):
             yield
     finally:
         root.remove()
@@ -551,11 +547,11 @@ def _over_blocks(
     regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)
     stand_in_for_opaque(regions, trace, {c.name: plain[c.class_key] for c in trace.calls})
     calls = iter(range(len(trace.calls)))
-    current: list[int] = []
 
     def before(_module: Any, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         call = _next_of(calls)
-        current.append(call)
         levels.forward(call)
         if call == 0:  # once the gradient of the first block's input exists, the blocks' backward is over
             for leaf in tree_leaves((args, kwargs)):
@@ -563,20 +559,20 @@ def _over_blocks(
                     leaf.register_hook(lambda _gradient: levels.counter.reset_peak())
 
     def after(_module: Any, _args: Any, output: Any) -> None:
-        call = current.pop()
+        if not torch.is_grad_enabled():
+            return
+        call = len(levels.forward_levels) - 1
         levels.counter.reset_peak()
         first = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
         if first is not None:
             first.register_hook(lambda _gradient: levels.backward(call))
 
-    for listener in (before, after):  # guards must not take them for a change of the model
-        setattr(listener, "of_a_region", True)  # noqa: B010
     with contextlib.ExitStack() as stack:
         for region in regions:
             stack.callback(region.remove)
         for module in map(trace.fake_model.get_submodule, names):
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after).remove)
+            stack.callback(module.register_forward_pre_hook(of_a_region(before), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(of_a_region(after)).remove)
         yield
 
 
