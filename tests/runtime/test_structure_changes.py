@@ -350,8 +350,16 @@ def _buffer_for_a_parameter(model: Any) -> None:
     model.layers[0].a.register_buffer("weight", weight)
 
 
+def _flattened(model: Any) -> None:
+    """As optimizers that keep one flat tensor do."""
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)
+
+
 @pytest.mark.parametrize(
-    "change", [_double, _bfloat16, _frozen, _assigned, _tied, _parametrized, _buffer_for_a_parameter]
+    "change", [_double, _bfloat16, _frozen, _assigned, _tied, _parametrized, _buffer_for_a_parameter, _flattened]
 )
 def test_other_parameters_than_when_it_was_planned(change: Callable[[Any], None]) -> None:
     ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))

@@ -131,7 +131,7 @@ class RegionTrace:
     initial_states: dict[str, int] = field(default_factory=dict)  # device -> buffer of its random state at the start
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
     given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or a nested call's result
-    named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
+    named_at: dict[int, int] = field(default_factory=dict)  # buffer -> byte offset of the parameter in its storage
     constants: frozenset[int] = frozenset()  # buffers of outputs that require no gradient
     reads: tuple[ValueRead, ...] = ()  # values that the arguments must have for the recording to hold
     made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> a tensor made of Python's numbers
@@ -306,10 +306,11 @@ class OpRecorder:
         self.registered: dict[int, int] = {}  # storage of a module's buffer -> its buffer before any write
         self._current: dict[int, int] = {}  # storage -> its current buffer
         self._alive: list[tuple[Any, Tensor]] = []
-        self._named: dict[int, tuple[str, int]] = {}  # storage -> name and offset of its first parameter
+        self._named: dict[int, tuple[str, int]] = {}  # storage -> name and offset, in bytes, of its first parameter
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
             if is_dense(tensor):
-                self._named.setdefault(storage_of(tensor), (name, plain(tensor).storage_offset()))
+                begin = plain(tensor).storage_offset() * plain(tensor).element_size()
+                self._named.setdefault(storage_of(tensor), (name, begin))
         self.module = module
         self.strict = strict  # whether unsupported ops raise; otherwise they are noted
         self.problem = ""

@@ -159,7 +159,7 @@ class SequenceCheck(TorchDispatchMode):
             there = plain(table[name])
             if storage_of(there) != storage_of(tensor):
                 return None
-            return (there.storage_offset() - trace.named_at[b]) * there.element_size()
+            return there.storage_offset() * there.element_size() - trace.named_at[b]
         return tensor.storage_offset() * tensor.element_size() - ref.offset * ref.dtype.itemsize
 
     def _entry(self, tensor: Tensor) -> tuple[Any, int, int] | None:

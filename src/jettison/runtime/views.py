@@ -14,7 +14,7 @@ from jettison.core.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class Within(TensorRef):
-    """A view of an argument or of offloaded bytes: ``offset`` counts from where those begin in their storage."""
+    """A view of an argument, parameter or offloaded bytes: ``offset`` counts from where those begin in storage."""
 
     @classmethod
     def since(cls, begin: int, ref: TensorRef) -> Within:
@@ -24,9 +24,10 @@ class Within(TensorRef):
 
 
 def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
-    """The view, with its offset from the start of the argument if its buffer is one."""
+    """The view, with its offset from the start of the argument or parameter if its buffer is one."""
     given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
-    return ref if given is None else Within.since(given.offset * given.dtype.itemsize, ref)
+    begin = trace.named_at.get(ref.buffer) if given is None else given.offset * given.dtype.itemsize
+    return ref if begin is None else Within.since(begin, ref)
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
