@@ -7,9 +7,9 @@ import pytest
 
 from support import house
 
-MOST_LINES = 92_349
+MOST_LINES = 92_347
 MOST_FILES = 330
-MOST_LINES_OF = {("predict", "memory"): 5_482}
+MOST_LINES_OF = {("predict", "memory"): 5_478}
 ROOT = Path(__file__).parents[1]
 DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"
 
