@@ -433,6 +433,24 @@ def test_kernels_that_are_waited_for_hide_no_host_time() -> None:
     assert more.forward.dispatch + more.backward.dispatch == pytest.approx(host)
 
 
+def test_batches_without_16_byte_alignment_had_no_tensor_cores() -> None:
+    """cuBLAS 11: heads of 108 numbers take longer than heads of 216, by the rates of fp32 and of fp16."""
+    device = hardware("a100-80gb")
+
+    def seconds(heads: int, stack: str) -> float:
+        shape = {"n_embd": 13824, "n_layer": 2, "n_head": heads, "n_positions": 2048, "vocab_size": 1024}
+        model = parse_config({"model_type": "gpt2", **shape}, name="wide")
+        request = RunRequest(
+            seq=2048, tp=8, kernels="megatron", attention="eager", precision="fp16-main32", stack=stack
+        )
+        return estimate(resolve(model, request).run, device).stages[0].total.forward.compute
+
+    flops = 2 * 2 * 2 * 2048**2 * 13824 / 8  # scores and values of two layers
+    apart = seconds(128, "megatron-deepspeed") - seconds(128, "base")
+    assert apart == pytest.approx(flops / (0.8 * 19.5e12) - flops / (0.8 * 312e12), rel=0.2)
+    assert seconds(64, "megatron-deepspeed") == pytest.approx(seconds(64, "base"), rel=0.01)
+
+
 def test_buckets_of_zero_1_and_2_are_all_reduced() -> None:
     """In backward's own stream, unless there is a second bucket that fills meanwhile."""
     device = hardware("a100-80gb")

@@ -74,6 +74,7 @@ class Execution:
     permutes: bool = False
     rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `launches`
     waits_for_kernels: bool = False  # CUDA_LAUNCH_BLOCKING=1: NOTE [ Launch-bound ] of `cost.region`
+    simt_batches: bool = False  # batched GEMMs of rows without 16-byte alignment run without tensor cores: cuBLAS 11
     graphed: bool = False  # CUDA graphs replay the kernels of layers, without launches by the host
     graphs_experts: bool = True
     stack: str = ""  # selects the hardware file's figures of one software stack

@@ -13,7 +13,9 @@ alignment of two elements a [16384, 4096] x [4096, 10922] reaches 273 TFLOP/s on
 10848 to 11008 reach 395 to 398 (stas00/ml-engineering, training/performance, "swiglu-maf-bench.py"); other alignments
 follow the same power law. Before Hopper, which copies tiles by TMA, 16-bit rows reach the full rate if they are
 multiples of 128 bytes (NVIDIA's "Matrix Multiplication Background User's Guide", Tensor Core requirements on A100),
-others `Reached.unaligned` of it.
+others `Reached.unaligned` of it. Batches of rows that do not begin at multiples of 16 bytes ran without tensor cores in
+cuBLAS 11: heads of 108 numbers for 216 cost Megatron-DeepSpeed 46 ms a layer, 464 GFLOP at 10 TFLOP/s of an A100's
+19.5 in fp32 (bigscience 9e64ede, train/tr11-176B-ml/chronicles-prequel.md, "NHEADs comparison").
 
 NOTE [ Grouped GEMMs ]
 GEMMs of experts run one after another, each with weights that are not in cache and with too few waves to prefetch the

@@ -305,7 +305,10 @@ class _Listing:
         quantized = self.low_precision.dtype_of(step)
         dtype = step.inputs[0].dtype if quantized is None else quantized
         if step.name == ops.BATCHED:
-            return Gemm(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=aligned(shape[-1], k))
+            rows = aligned(shape[-1], k)
+            if self.how.simt_batches and rows < ops.WHOLE_LOAD:  # NOTE [ Aligned rows ] in `kernel`
+                dtype, rows = "float32", ops.WHOLE_LINE
+            return Gemm(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=rows)
         rows, n = prod(shape[:-1]), shape[-1]
         if step.name == ops.GROUPED:
             matrices = next((w.numel for w in step.weights), None) or prod(step.inputs[1].local_shape)
@@ -404,14 +407,8 @@ class _Listing:
             return
         launches = len(made) if len(own) == 1 and len(made) > 1 else 1
         weights = sum(w.numel for step in own for w in step.learned) * self.gradient_bytes
-        nbytes = (
-            launches * incoming
-            + self._saved(own)
-            + sum(made)
-            + 2 * workspace
-            + weights
-            + self.experts.clamps(own[0])[1]
-        )
+        moved = launches * incoming + self._saved(own) + sum(made) + 2 * workspace + weights
+        nbytes = moved + self.experts.clamps(own[0])[1]
         launches += any(step.learned for step in own) + 2 * (own[0].rounds - 1)
         rows = own[0].name in ops.SCATTERS
         flops = SCAN_BACKWARD * own[0].flops if own[0].name == ops.SCAN else 0
