@@ -280,6 +280,28 @@ trainer = Trainer(get_peft_model(model, lora), args)
 """
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("bf16=True", "bf16=True, evaluation_strategy='no'", "SFTConfig().evaluation_strategy"),
+        ("args=args", "args=args, tokenizer=words", "SFTTrainer().tokenizer"),
+        ("args=args", "args=args, data_collator=DataCollatorForCompletionOnlyLM(ids, words)", "DataCollatorForCompl"),
+    ],
+)
+def test_what_only_an_older_trl_takes(tmp_path: Path, old: str, new: str, key: str) -> None:
+    text = """
+args = SFTConfig("out", bf16=True, per_device_train_batch_size=2)
+trainer = SFTTrainer(model=AutoModelForCausalLM.from_pretrained("gpt2"), args=args, train_dataset=rows)
+trainer.train()
+"""
+    usual = given(read_run(script(tmp_path, text)))
+    assert (usual["recompute"], usual["loss"], usual["optimizer"]) == ("full", "tiled", "adamw")
+    found = read_run(script(tmp_path, text, "train.py", (old, new)))
+    older = given(found)
+    assert (older["recompute"], older["loss"], older["optimizer"]) == ("none", "upcast", "adamw-foreach")
+    assert any(note.startswith(key) and "means TRL before 0.20" in note for note in found.notes)
+
+
 def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
     path = script(tmp_path, PARSED)
     with pytest.raises(
@@ -298,6 +320,9 @@ def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
         (tmp_path / "own" / "run.yaml").write_text(other)
         with pytest.raises(UsageError, match=r"line 7: its value is not a literal"):
             read_run(path)
+    (tmp_path / "own" / "run.json").write_text('{"model": "gpt2", "rank": 4, "targets": [], "train": {"batch": 5}}')
+    text = PARSED.replace("yaml.safe_load(file)", "json.loads(file.read())").replace("run.yaml", "run.json")
+    assert given(read_run(script(tmp_path, text)))["micro_batch"] == 5
 
 
 def test_a_file_that_a_scripts_command_line_names(tmp_path: Path) -> None:
@@ -737,6 +762,7 @@ def test_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
         {"cell_type": "markdown", "source": ["# args = SFTConfig(max_length=1)"]},
         {"cell_type": "code", "source": ["%%bash\n", "args = 1 | 2"]},
         {"cell_type": "code", "source": ["%%capture\n", "!pip install \\\n", "    trl\n", "if True:\n", "    !ls\n"]},
+        {"cell_type": "code", "source": ["assert (\n", "    1\n", "    != 2\n", "    % 3\n", ")\n"]},
         {"cell_type": "code", "source": STEPS.replace("BATCH", "4").splitlines(keepends=True)},
     ]
     path = script(tmp_path, json.dumps({"cells": cells}), "train.ipynb")

@@ -404,6 +404,17 @@ def test_files_that_come_with_a_framework(
         read_run(write(values, **{name: f"{file}x"}), gpus=gpus or 1)
 
 
+@pytest.mark.parametrize(
+    ("program", "given", "seq"), [("train_bash", "", 1024), ("train", "", 2048), ("train_bash", "512", 512)]
+)
+def test_an_older_programs_length_of_sequences(write: Any, program: str, given: str, seq: int) -> None:
+    command = f"python src/{program}.py --stage sft --model_name_or_path gpt2 --finetuning_type full --fp16"
+    command += f" --cutoff_len {given}" if given else ""
+    found = read_run(write(command, "run.sh"))
+    assert (found.framework, found.request.seq) == ("llamafactory", seq)
+    assert found.request.optimizer == ("adamw-foreach" if program == "train_bash" else "adamw")
+
+
 def test_defaults_of_older_transformers(write: Any) -> None:
     values = {**SFT, "fsdp": "full_shard auto_wrap"}
     assert read_run(write(values), gpus=8).request.fsdp_version is None

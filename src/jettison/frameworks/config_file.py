@@ -166,7 +166,7 @@ def _cells(text: str) -> str:
     except (KeyError, TypeError):
         raise UsageError("it is no notebook; expected JSON with cells") from None
     python = (one for one in code if not re.match(r"\s*%%(?!time|capture)", one))
-    return re.sub(r"(?m)^([ \t]*)[%!?](?:.*\\\n)*.*", r"\1pass", "\n".join(python))
+    return re.sub(r"(?m)^([ \t]*)(?:%+[a-z]|!(?!=)|\?)(?:.*\\\n)*.*", r"\1pass", "\n".join(python))
 
 
 def _printed(text: str, blocks: Sequence[str]) -> dict[str, Any]:

@@ -490,7 +490,8 @@ class _Module:
         first, *rest = ast.unparse(node.func).split(".")
         name = ".".join([*([self.members.get(first, first)] if first not in self.modules or not rest else []), *rest])
         last, flags = name.rpartition(".")[2], [str(one) for one in given if str(one).startswith("--")]
-        if last in ("load", "safe_load", "full_load") and given and (found := self._parsed(given[0])) is not None:
+        parses = last in ("load", "safe_load", "full_load") or (last == "loads" and given and _called(given[0]))
+        if parses and given and (found := self._parsed(given[0])) is not None:
             return found
         if last == "get" and isinstance(node.func, ast.Attribute) and given:
             table = self.value(node.func.value, local)
@@ -503,7 +504,7 @@ class _Module:
             return _OF_THE_GPU[last]
         if name in _PATHS and given and not any(_open(one) or _called(one) for one in given):
             return _PATHS[name](*map(str, given))
-        if last in ("resolve", "absolute") and isinstance(node.func, ast.Attribute):
+        if last in ("resolve", "absolute", "read") and isinstance(node.func, ast.Attribute):
             return self.value(node.func.value, local)
         if name in ("environ.get", "getenv") and len(given) > 1:
             self.used[str(given[0])] = given[1]

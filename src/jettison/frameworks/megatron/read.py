@@ -237,7 +237,7 @@ def config(keys: Keys) -> Mapping[str, Any]:
 def _size(keys: Keys, name: str) -> int:
     found = keys.whole(name)
     if found is None or found < 1:
-        raise keys.error(f"got {keys.written(name)} {found}; expected a whole number of 1 or more")
+        raise keys.error(f"got {keys.written(name)} = {keys.get(name)}; expected a whole number of 1 or more")
     return found
 
 
@@ -507,7 +507,7 @@ def _aware(keys: Keys) -> None:
         word = "bf16-aware" if gradients == "bf16" else "bf16-aware-grad32"
         keys.give("precision", "bf16-bridge" if keys.form == "recipe" else word, name, *kinds)
     else:
-        keys.refuse(name, "expected moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16) or in fp32")
+        keys.refuse(name, "expected moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16), or all in fp32")
 
 
 # recomputation, optimizer ---------------------------------------------------------------------------------------------

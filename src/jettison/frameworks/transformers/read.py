@@ -23,7 +23,7 @@ def read(keys: Keys) -> None:
     for key in ("config_file", "accelerate_config"):
         trainer.follow(keys, key, "accelerate", "accelerate.")
     trl, script = keys.form == "trl", keys.file.syntax == "python script"
-    older = trl and keys.has("max_seq_length")
+    older = next(filter(keys.has, keys.matching(*keys.table.get("older", ()))), "") if trl else ""
     usual = trl and not older and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values
     if script:
         _script(keys, checkpoints=usual)
@@ -55,9 +55,8 @@ def read(keys: Keys) -> None:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if older:  # ``SFTConfig`` before 0.20; bf16 is the default since 0.19, gradient_checkpointing since 0.22
         keys.give("loss", keys.field("loss", "upcast"))
-        keys.note(
-            "max_seq_length means TRL before 0.20: all logits, foreach AdamW, bf16 and checkpoints off by default"
-        )
+        said = f"{keys.written(older).lstrip('$')} means TRL before 0.20"
+        keys.note(f"{said}: all logits, foreach AdamW, bf16 and checkpoints off by default")
     elif trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
