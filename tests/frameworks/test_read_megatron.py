@@ -326,6 +326,13 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
     file.write_text(f"python pretrain_bert.py {text_of(SMALL)}\n")
     with pytest.raises(UsageError, match=r"runs pretrain_bert\.py, whose model \(bert\)"):
         read_run(file, gpus=8)
+    command = f"python llama/pretrain_llama.py {text_of(SMALL)}\n"
+    file.write_text(command)
+    with pytest.raises(UsageError, match=r"runs .*pretrain_llama\.py, whose model \(llama\)"):
+        read_run(file, gpus=8)
+    for own in (f"{command.strip()} --swiglu", command.replace("pretrain_llama", "pretrain_gpt")):
+        file.write_text(own)
+        assert read_run(file, gpus=8).config
 
 
 # tests of Megatron-LM whose figures are facts -------------------------------------------------------------------------

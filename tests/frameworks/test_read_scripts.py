@@ -757,7 +757,7 @@ def test_a_compiled_model_and_weights_frozen_under_adapters(tmp_path: Path) -> N
     assert read_run(script(tmp_path, text, "train.py", ("args =", "model.model.compile()\nargs ="))).compile
 
 
-def test_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
+def test_cells_of_a_notebook_are_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# args = SFTConfig(max_length=1)"]},
         {"cell_type": "code", "source": ["%%bash\n", "args = 1 | 2"]},
@@ -771,4 +771,5 @@ def test_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
         read_run(script(tmp_path, "{}", "empty.ipynb"))
     before = path.read_text()
     assert run(["plan", "--from", str(path), "--gpu", "a100-40gb", "--write"]) != 0
+    assert "alone as --from, a notebook as a script" in capsys.readouterr().err
     assert path.read_text() == before

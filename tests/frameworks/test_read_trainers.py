@@ -407,10 +407,11 @@ def test_files_that_come_with_a_framework(
 @pytest.mark.parametrize(
     ("program", "given", "seq"), [("train_bash", "", 1024), ("train", "", 2048), ("train_bash", "512", 512)]
 )
-def test_an_older_programs_length_of_sequences(write: Any, program: str, given: str, seq: int) -> None:
+def test_an_older_programs_length_of_sequences(tmp_path: Path, program: str, given: str, seq: int) -> None:
     command = f"python src/{program}.py --stage sft --model_name_or_path gpt2 --finetuning_type full --fp16"
     command += f" --cutoff_len {given}" if given else ""
-    found = read_run(write(command, "run.sh"))
+    (tmp_path / "run.sh").write_text(command)
+    found = read_run(tmp_path / "run.sh")
     assert (found.framework, found.request.seq) == ("llamafactory", seq)
     assert found.request.optimizer == ("adamw-foreach" if program == "train_bash" else "adamw")
 

@@ -94,12 +94,8 @@ def read_config_file(path: Path, text: str | None = None, argument: Path | None 
         raise UsageError(f"got --from {path}: {error}") from None
     except (ValueError, RecursionError, SyntaxError, MemoryError) as error:
         template = re.search(r"\{\{.+?\}\}", text)
-        why = (
-            f"it is a template: fill in {template[0]}"
-            if template
-            else " ".join(str(error).split()) or "it is nested too deeply"
-        )
-        raise UsageError(f"{path} is not {syntax.upper()}: {why}") from None
+        said = f"it is a template: fill in {template[0]}" if template else " ".join(str(error).split())
+        raise UsageError(f"{path} is not {syntax.upper()}: {said or 'it is nested too deeply'}") from None
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
 
 

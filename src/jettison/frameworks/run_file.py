@@ -625,6 +625,7 @@ def read_run(
         keys_are = ("key", "is") if len(unread) == 1 else ("keys", "are")
         said = f"{len(unread)} {keys_are[0]} that may change memory or time {keys_are[1]} not read: {listed}{more}"
         raise keys.error(f"{said}. Give --allow-unread to continue without")
+    writable = script in (first, *others) and first.path.suffix != ".ipynb"
     found = RunFile(
         path=first.path,
         framework=name,
@@ -639,8 +640,8 @@ def read_run(
         unread=unread,
         ignored=ignored,
         notes=tuple(keys.notes),
-        writes=tuple(table.get("writes", ())) if script in (first, *others) else (),
-        by_hand=table.get("by_hand", "") if script in (first, *others) else f"give {first.path} alone as --from",
+        writes=tuple(table.get("writes", ())) if writable else (),
+        by_hand=table.get("by_hand", "") if writable else f"give {first.path} alone as --from, a notebook as a script",
         written=keys.written,
     )
     if found.request.base == "fp32" and "base" not in keys.asked:  # the dtype of a checkpoint that is not quantized

@@ -174,7 +174,8 @@ def _batch(keys: Keys) -> None:
 
 def _program(keys: Keys) -> None:
     program = keys.text(PROGRAM)
-    if keys.asked_model is None and (other := re.search(keys.table["other_programs"], program)):
+    other = re.search(keys.table["other_programs"], f"{program} {keys.on('swiglu')}")
+    if keys.asked_model is None and other:
         raise UsageError(
             f"{keys.file.path} runs {program}, whose model ({other[0]}) does not follow from its arguments: give MODEL "
             "before --from"
