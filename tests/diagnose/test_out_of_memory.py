@@ -158,6 +158,14 @@ def test_memory_of_other_processes() -> None:
     assert kinds == {FindingKind.OTHERS: ("1.10", "1.18"), FindingKind.FRAGMENTATION: ("1.10", "4.50")}
 
 
+def test_a_message_cut_before_pytorchs_bytes_names_no_other_process() -> None:
+    cut = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacity of 14.75 GiB of "
+    )
+    cut += "which 3.78 GiB is free. Process 2116 has 10.95 GiB memory in use. Of th"
+    assert in_log(cut)[1].kind is FindingKind.UNKNOWN
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

@@ -406,7 +406,9 @@ def _held(sizes: Mapping[str, int | None], processes: Sequence[int]) -> Figures:
     figures = _figures(total, free, allocated, unused, private) | {"notes": tuple(notes)}
     outside = max(0, own - held) if own is not None else 0
     if total is None or free is None or allocated is None:
-        return figures | {"outside_bytes": outside, "other_processes_bytes": others}
+        # of a message that is cut short one that is listed may be this process
+        known = 0 if own is None and allocated is None else others
+        return figures | {"outside_bytes": outside, "other_processes_bytes": known}
     rest_bytes = max(0, total - free - held)
     outside = min(outside, rest_bytes)
     others = min(others, rest_bytes - outside)
