@@ -128,6 +128,13 @@ def test_what_is_refused_names_the_key(read: Any, old: str, new: str, why: str) 
         read(old, new).spec()
 
 
+def test_gpus_that_its_degrees_do_not_make_are_noted(read: Any) -> None:
+    assert not read(gpus=8).notes
+    found = read(gpus=16)
+    assert found.notes == ("got --gpus 16, and its degrees make 8: give --dp for others",)
+    assert not read(gpus=16, asked={"dp": 8}).notes
+
+
 def test_a_model_that_the_command_names(read: Any) -> None:
     assert read("hidden_size: 256", "hidden_size: 257", model="gpt2").model_argument == "gpt2"
 

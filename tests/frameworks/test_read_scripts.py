@@ -302,6 +302,18 @@ trainer.train()
     assert any(note.startswith(key) and "means TRL before 0.20" in note for note in found.notes)
 
 
+def test_an_inference_server_of_a_script_is_refused(tmp_path: Path) -> None:
+    text = """
+server = LLM("gpt2")
+rows = server.generate(prompts)
+args = TrainingArguments("out", per_device_train_batch_size=2)
+trainer = Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), args, train_dataset=rows)
+trainer.train()
+"""
+    with pytest.raises(UsageError, match=r"LLM = line 2 \(an inference server of the script's own"):
+        read_run(script(tmp_path, text))
+
+
 def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
     path = script(tmp_path, PARSED)
     with pytest.raises(

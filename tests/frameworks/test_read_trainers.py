@@ -416,6 +416,15 @@ def test_an_older_programs_length_of_sequences(tmp_path: Path, program: str, giv
     assert found.request.optimizer == ("adamw-foreach" if program == "train_bash" else "adamw")
 
 
+def test_a_preset_for_a_checkpoint_that_is_quantized_by_its_name(write: Any) -> None:
+    values = {**FACTORY, "model_name_or_path": "org/Llama-3-8B-Instruct-AWQ"}
+    assert read_run(write(values)).model == values["model_name_or_path"]
+    with pytest.raises(UsageError, match=r"model_name_or_path = .*AWQ \(weights of a checkpoint in AWQ .* or --base"):
+        read_run(write(values), model="llama3-8b")
+    assert read_run(write(values), model="llama3-8b", asked={"base": "gptq"}).model == "llama3-8b"
+    assert read_run(write(values, quantization_bit=4), model="llama3-8b").request.base == "nf4-double"
+
+
 def test_defaults_of_older_transformers(write: Any) -> None:
     values = {**SFT, "fsdp": "full_shard auto_wrap"}
     assert read_run(write(values), gpus=8).request.fsdp_version is None

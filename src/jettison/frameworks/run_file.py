@@ -614,6 +614,10 @@ def read_run(
             raise UsageError(f"got --from {other.path}, {kind['says']}, with {first.path}; give one of them")
         keys.under(kind["framework"], prefixes[kind["framework"]], other)
     _reader(*table.get("reader", name).split(":"))(keys)
+    quantized = re.search(r"(?i)\b(awq|gptq|[48]-?bit|int[48]|fp8)\b", str(keys.model)) if model in PRESETS else None
+    if quantized and keys.field("base") in (None, "fp32"):
+        named = next(filter(keys.has, table.get("names", ())), "names")
+        keys.refuse(named, f"weights of a checkpoint in {quantized[0]} are quantized: give its config.json, or --base")
     if keys.field("seq") is None and gpus != 0:
         keys.note("it has no sequence length: give --seq, such as --seq 2048")
     if keys.field("micro_batch") is None and gpus != 0:

@@ -258,9 +258,7 @@ def resumed(keys: Keys, key: str) -> None:
         return
     keys.values["$adapters"] = f"{folder}/adapter_config.json"
     if (file := keys.named("$adapters")) is None:
-        keys.note(
-            f"{folder} is not here: rank and targets of its adapters count in the run; give --lora if they differ"
-        )
+        keys.note(f"{folder} is not here: rank and targets of its adapters count in a run: give --lora for others")
         return
     names = ("r", "lora_dropout", "target_modules", "modules_to_save")
     own = {name: f"lora_{name.removeprefix('lora_')}" for name in names}

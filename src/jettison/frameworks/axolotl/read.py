@@ -62,9 +62,7 @@ def _adapters(keys: Keys) -> None:
     if keys.on("lora_target_linear"):  # ``loaders/adapter.py``: in addition to those by name
         keys.values["lora_target_modules"] = ["all-linear", *keys.listed("lora_target_modules")]
     if keys.text("adapter") == "lora" and keys.on("load_in_4bit"):
-        keys.refuse(
-            "load_in_4bit", "axolotl quantizes to 4 bits with adapter: qlora alone; with lora weights are cast to fp32"
-        )
+        keys.refuse("load_in_4bit", "axolotl quantizes to 4 bits with adapter: qlora alone; lora casts weights to fp32")
     elif keys.text("adapter") == "qlora" and not keys.on("load_in_4bit"):
         keys.refuse("adapter", "axolotl rejects qlora without load_in_4bit: true")
     trainer.resumed(keys, "lora_model_dir")  # ``loaders/adapter.py``, ``load_lora``

@@ -34,7 +34,10 @@ def read(keys: Keys) -> None:
     if keys.text("optimizer.optimizer_factory.name", "adamw") in ("adamw", "adam"):
         fused = keys.on("optimizer.optimizer_factory.torch_adam_is_fused") or keys.on("optimizer.torch_adam_is_fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.optimizer_factory.torch_adam_is_fused")
-    keys.gpus = keys.gpus or tensor * stages * keys.field("dp", 1) * keys.field("cp", 1)
+    need = tensor * stages * keys.field("dp", 1) * keys.field("cp", 1)
+    if keys.gpus and keys.gpus != need:
+        keys.note(f"got --gpus {keys.gpus}, and its degrees make {need}: give --dp for others")
+    keys.gpus = keys.gpus or need
 
 
 def _model(keys: Keys) -> None:

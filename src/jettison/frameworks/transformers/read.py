@@ -148,13 +148,9 @@ def _own_adapters(keys: Keys) -> None:
         made = {} if program is None else {one: program.values.get(f"${one}") for one in _QUANTIZES_OR_ADAPTS}
         for call in (one for one, line in made.items() if line is not None):
             if isinstance(made[call], UnknownValue):
-                keys.note(
-                    f"{keys.get(PROGRAM)} may call {call}, which is not counted: give --lora or --base if it does"
-                )
+                keys.note(f"{keys.get(PROGRAM)} may call {call}, not counted: give --lora or --base if it does")
             else:
-                keys.refuse(
-                    PROGRAM, f"it calls {call} whatever its options are: give --lora, and --base if it quantizes"
-                )
+                keys.refuse(PROGRAM, f"it calls {call} whatever its options: give --lora, and --base if it quantizes")
 
 
 def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
@@ -182,8 +178,7 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
         asked = keys.text("dtype", keys.text("torch_dtype", "bfloat16" if script else "float32"))
         if asked in ("float32", "fp32") or (wide and not mixed):
             keys.refuse(
-                "load_in_4bit",
-                "set dtype = bfloat16, or TRL's matmuls with 4-bit weights run in fp32, which is not modelled",
+                "load_in_4bit", "set dtype = bfloat16: TRL's matmuls with 4-bit weights in fp32 are not modelled"
             )
 
 
