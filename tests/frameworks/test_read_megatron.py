@@ -315,7 +315,7 @@ def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
 def test_a_model_that_the_command_names_stands_for_the_files(tmp_path: Path) -> None:
     file = tmp_path / "run.args"
     file.write_text("--use-checkpoint-args --micro-batch-size 1 --hidden-size 8 --num-layers 2 --seq-length 64 --bf16")
-    with pytest.raises(UsageError, match="got num-attention-heads None"):
+    with pytest.raises(UsageError, match="got num-attention-heads = None"):
         read_run(file, gpus=1).spec()
     found = read_run(file, gpus=1, model="gpt2")
     assert (found.model, found.config, found.request.seq, found.request.dropout) == ("gpt2", None, 64, 0.1)
