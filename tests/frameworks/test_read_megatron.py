@@ -652,11 +652,16 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
         "workspaces": "torch-hopper",
         "precision": "bf16",
         "kernels": "megatron",
+        "stack": "megatron-deepspeed",
         "loss": "vocab-parallel",
         "recompute": "full",
         "like": "deepspeed",
     }
     assert run_from(file, gpus=8).layout.zero == 2
+    script = file.read_text()
+    for blocking, stack in ((1, "megatron-deepspeed-blocking"), (0, "megatron-deepspeed")):
+        file.write_text(f"export CUDA_LAUNCH_BLOCKING={blocking}\n{script}")
+        assert read_run(file, gpus=8).request.stack == stack
     beside.unlink()
     with pytest.raises(
         UsageError, match=r"deepspeed_config = ds\.json \(the file is missing, and there is no --zero-stage"
