@@ -68,6 +68,16 @@ def toml(tmp_path: Path, *lines: str, text: str = TOML) -> Path:
         (("training.global_batch_size = 512",), {"micro_batches": 4}),
         (("training.dtype = 'bfloat16'",), {"precision": "bf16-pure"}),
         (("training.mixed_precision_param = 'float32'",), {"precision": "fp32"}),
+        (("training.mixed_precision_reduce = 'float32'", "infra.set_gpu_affinity = true"), {}),
+        (("training.mixed_precision_reduce = 'bfloat16'",), {"reduce_dtype": "bf16"}),
+        (
+            (
+                "training.mixed_precision_reduce = 'bfloat16'",
+                "parallelism.data_parallel_shard_degree = 1",
+                "parallelism.data_parallel_replicate_degree = 64",
+            ),
+            {"zero": 0, "gradients": "buckets"},
+        ),
         (("training.enable_cpu_offload = true",), {"offload_optimizer": "fsdp2"}),
         (("optimizer.implementation = 'foreach'",), {"optimizer": "adamw-foreach"}),
         (("optimizer.early_step_in_backward = true",), {"gradients": "in-backward"}),

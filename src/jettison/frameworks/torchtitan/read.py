@@ -105,10 +105,8 @@ def _layout(keys: Keys) -> None:
     else:
         replicas, shards = keys.shards(replicate_key, shard_key, "tp", "pp", "cp")
     if "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
-        raise UsageError(
-            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees need {replicas * shards * each}; omit --gpus, "
-            "or give --dp"
-        )
+        needed = f"{keys.file.path}, whose degrees need {replicas * shards * each}"
+        raise UsageError(f"got {keys.gpus} GPUs for {needed}; omit --gpus, or give --dp")
     keys.give("dp", replicas * shards, shard_key, replicate_key)
     if keys.gpus is None:
         keys.gpus = keys.field("dp", 1) * each
@@ -117,6 +115,7 @@ def _layout(keys: Keys) -> None:
             keys.give("zero_replicas", replicas, replicate_key)
     else:
         keys.drop("reshard_after_forward")
+        keys.drop("reduce_dtype")
         keys.give("zero", 0)
         if replicas > 1:
             keys.give("gradients", "buckets", replicate_key)
