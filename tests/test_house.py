@@ -7,7 +7,7 @@ import pytest
 
 from support import house
 
-MOST_LINES = 92_345
+MOST_LINES = 92_344
 MOST_FILES = 330
 MOST_LINES_OF = {("predict", "memory"): 5_478}
 ROOT = Path(__file__).parents[1]
