@@ -109,14 +109,14 @@ def test_what_a_library_wraps_around_an_optimizer_is_taken_off(library: str) -> 
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a count and a lock of its own beside its state."""
+    """Keeps a count and a lock of its own beside its state; its step takes no closure, as Muon's."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self.count, self.lock, self.scale = 0, threading.Lock(), torch.ones(3)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         self.count += 1
         with self.lock:
             for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):

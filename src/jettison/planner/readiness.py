@@ -226,7 +226,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         for one in self.optimizers:
-            one.step(closure)
+            one.step()  # Muon's takes nothing
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for one in self.optimizers:
