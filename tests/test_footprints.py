@@ -27,6 +27,7 @@ class Example:
 
     Attributes:
         files: text by path in the package; appended where there is such a file.
+        inserted: by path, a line of the file and the text that follows it; each is a file that is touched.
         lines: run by this Python in a folder with `given`; the last prints what is looked for.
         says: in what the command prints.
     """
@@ -35,6 +36,7 @@ class Example:
     lines: tuple[str, ...]
     says: str
     given: Mapping[str, str] = field(default_factory=dict)
+    inserted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 READER = """
@@ -121,6 +123,7 @@ device = "cuda"
 figures.asked = ['no room for {SIZE}']
 notes = ['said by a library that nobody knew']
 """
+OPTIMIZERS = '    SGD = "sgd", "no state", 0\n'
 EXAMPLES = {
     "a GPU": Example(
         files={"spec/hardware_data/example-480gb.toml": GPU},
@@ -168,6 +171,21 @@ EXAMPLES = {
         says="every-other",
         given={"use.py": USES_POLICY},
     ),
+    "an optimizer with moments in the dtype that it updates": Example(
+        files={},
+        inserted={
+            "spec/precision.py": (
+                '    SGD = "sgd", "no state", 0\n',
+                '    EXAMPLE = "example-lion", "one moment, by sign", 1\n',
+            )
+        },
+        lines=(
+            "-m jettison list optimizers",
+            "-m jettison estimate llama3-8b --optimizer example-lion --dp 8 --gpu h100-80gb",
+            "-m jettison ledger llama3-8b --optimizer example-lion --no-entries --json",
+        ),
+        says='"optimizer": "example-lion"',
+    ),
     "a message of memory that ran out": Example(
         files={"diagnose/log_forms.toml": FORM},
         lines=("-m jettison doctor --oom run.log",),
@@ -188,6 +206,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8") as out:
                 out.write(text)
+        for file, (line, text) in example.inserted.items():
+            path = source / "jettison" / file
+            before, found, after = path.read_text(encoding="utf-8").partition(line)
+            assert found
+            path.write_text(before + line + text + after, encoding="utf-8")
     return source
 
 
@@ -220,6 +243,6 @@ def test_the_table_says_what_is_touched() -> None:
     for name, example in EXAMPLES.items():
         folders = {Path(file).parent for file in example.files}
         if table[name] == "1 file":
-            assert len(example.files) == 1
+            assert len({*example.files, *example.inserted}) == 1
         else:
             assert len(folders) == 1 and not any((PACKAGE / folder).exists() for folder in folders)

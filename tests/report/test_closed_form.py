@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jettison.families.presets import preset
 from jettison.formula.named_sizes import Choices, resized
 from jettison.formula.sums import SizeGuards, Sum, constant, positive, sum_of, symbol
-from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, sizes_of, table_of
+from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
 from jettison.report.explorer_fit import SizeGrid
 from jettison.spec.model import Moe
+from jettison.spec.recompute import UNIFORM_MODES
 from support.closed_form import MODELS, Reader, choices, walked
 
 s, b, h, a, f, d = (symbol(name) for name in "sbhafd")
@@ -49,9 +50,9 @@ def test_equation_1_as_a_polynomial() -> None:
     core = times(5, a, b, s, s)
     linear = times(10, s, b, h) + times(4, s, b, a, d) + times(4, s, b, k, d) + times(4, s, b, f)
     statistics = times(16, s, b)
-    assert table.held[MODES.index("none")] == core + linear + statistics
-    assert table.held[MODES.index("selective")] == linear + statistics
-    assert table.held[MODES.index("full")] == times(2, s, b, h)
+    assert table.held[UNIFORM_MODES.index("none")] == core + linear + statistics
+    assert table.held[UNIFORM_MODES.index("selective")] == linear + statistics
+    assert table.held[UNIFORM_MODES.index("full")] == times(2, s, b, h)
 
 
 def test_equations_2_and_4_as_polynomials() -> None:
@@ -67,12 +68,12 @@ def test_equations_2_and_4_as_polynomials() -> None:
         + times(2, s, b, shared(a * d))
         + times(4, s, b, shared(f))
     )
-    assert paper_table(parallel=True).held[MODES.index("none")] == inside + times(10, s, b, h) + times(16, s, b)
+    assert paper_table(parallel=True).held[UNIFORM_MODES.index("none")] == inside + times(10, s, b, h) + times(16, s, b)
     rows = shared(s)
     expected = inside + times(10, rows, b, h) + times(16, rows, b)
-    assert paper_table(parallel=True, sp=True).held[MODES.index("none")] == expected
+    assert paper_table(parallel=True, sp=True).held[UNIFORM_MODES.index("none")] == expected
     stock = inside + times(4, s, b, h) + times(6, rows, b, h) + times(16, rows, b)
-    assert paper_table(parallel=True, sp=True, gathered=True).held[MODES.index("none")] == stock
+    assert paper_table(parallel=True, sp=True, gathered=True).held[UNIFORM_MODES.index("none")] == stock
 
 
 def test_sequence_parallelism_sends_the_same_bytes() -> None:

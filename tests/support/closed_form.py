@@ -13,8 +13,9 @@ from jettison.families.presets import preset
 from jettison.formula.named_sizes import Choices, resized
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
-from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, region_signature, sizes_of
+from jettison.report.explorer_closed_form import closed_form_document, form_of, region_signature, sizes_of
 from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.recompute import UNIFORM_MODES
 
 MODELS = (
     "gpt-175b",
@@ -54,18 +55,18 @@ def walked(model: ModelSpec, layer: Layer, choice: Choices, sizes: Mapping[str, 
     signature = region_signature(other, choice, sizes)
     region = layer_region(signature, changed)
     steps, program = region.tape.steps, region.program
-    kept = {mode: kept_by(region, mode) for mode in MODES}
+    kept = {mode: kept_by(region, mode) for mode in UNIFORM_MODES}
     return {
-        "held": [program.kept_bytes(kept[mode]) for mode in MODES],
+        "held": [program.kept_bytes(kept[mode]) for mode in UNIFORM_MODES],
         "entries": sorted(
-            [program.buffers[b].nbytes, [mode for mode in MODES if b in kept[mode]]]
+            [program.buffers[b].nbytes, [mode for mode in UNIFORM_MODES if b in kept[mode]]]
             for b in frozenset().union(*kept.values())
         ),
         "forward": region.flops,
-        "again": [sum(steps[i].flops for i in repeated(region, kept[mode])) for mode in MODES],
+        "again": [sum(steps[i].flops for i in repeated(region, kept[mode])) for mode in UNIFORM_MODES],
         "rerun": [
             sum(steps[i].flops for i in (to_the_end if mode == "selective" else repeated)(region, kept[mode]))
-            for mode in MODES
+            for mode in UNIFORM_MODES
         ],
         "transfers": [
             [c.kind, int(c.backward), c.nbytes, ring_bytes(c.kind, c.nbytes, signature.layout.tp)]

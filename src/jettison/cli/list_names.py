@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.documents import document
-from jettison.core.files import read_table
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
@@ -19,9 +17,8 @@ from jettison.report.tables import grid
 from jettison.request.resolve import flag_of
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import hardware, hardware_names
-from jettison.spec.precision import PRECISIONS
-
-_MEANINGS: Final[dict[str, dict[str, str]]] = read_table(Path(__file__).with_suffix(".toml"))
+from jettison.spec.precision import PRECISIONS, Optimizer
+from jettison.spec.recompute import Mode
 
 
 @verb("list")
@@ -81,6 +78,9 @@ def _frameworks() -> Iterator[Row]:
         yield {"name": name, "meaning": " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)}
 
 
+_SQRT: Final = {"sqrt": "every:K, K being the square root of the number of layers"}
+
+
 def _worded(words: Mapping[str, str]) -> Iterator[Row]:
     return ({"name": word, "meaning": meaning} for word, meaning in words.items())
 
@@ -129,8 +129,10 @@ _SECTIONS: Final = {
         _precisions,
         {name: _field(name) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")},
     ),
-    "policies": Section("Policies for --recompute", lambda: _worded(_MEANINGS["policies"])),
-    "optimizers": Section("Optimizers for --optimizer", lambda: _worded(_MEANINGS["optimizers"])),
+    "policies": Section("Policies for --recompute", lambda: _worded({m.form: m.meaning for m in Mode} | _SQRT)),
+    "optimizers": Section(
+        "Optimizers for --optimizer", lambda: _worded({optimizer: optimizer.meaning for optimizer in Optimizer})
+    ),
     "frameworks": Section("Framework presets for --like, and the flags that each sets on one GPU", _frameworks),
     "targets": Section(
         "Targets of export --to", lambda: _worded({name: one["says"] for name, one in named("targets").items()})

@@ -108,7 +108,7 @@ def profile_run(
 
     with tempfile.TemporaryDirectory(prefix="jettison-profile-") as folder:
         path = Path(folder) / "trace.json" if trace is None else trace
-        seconds = record_run(target, path, steps=steps, progress=progress).seconds
+        seconds = record_run(target, path, steps=steps, progress=progress)
         report = profile_files([path], gpu, progress)
     first, usual = seconds[0], median(seconds[1:])  # the first step is not in the trace: it was timed
     rows = [*report.facts, ("first step", f"{format_seconds(first)}; {format_seconds(usual)} the others")]

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,8 +34,8 @@ from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection,
 WARMUP_STEPS = 2
 
 
-def record_run(target: str, trace: Path, *, steps: int, progress: Progress) -> Recorded:
-    """Run it until ``steps`` steps are recorded into a trace, after two, or it ends.
+def record_run(target: str, trace: Path, *, steps: int, progress: Progress) -> list[float]:
+    """Run it until ``steps`` steps are recorded into a trace, after two, or it ends. Return the seconds of all steps.
 
     Of a recipe nothing is kept: no log, no checkpoint, no weights.
 
@@ -48,18 +48,18 @@ def record_run(target: str, trace: Path, *, steps: int, progress: Progress) -> R
     if steps < 1:
         raise UsageError(f"got --steps {steps}; expected 1 or more")
     is_script = target.endswith(".py")
-    with recorded(trace, steps=steps, progress=progress) as found:
+    with recorded(trace, steps=steps, progress=progress) as seconds:
         if is_script:
             with _as_script(Path(target)):
                 runpy.run_path(target, run_name="__main__")
         else:
             _train(target, WARMUP_STEPS + steps, progress)
-    if len(found.seconds) <= WARMUP_STEPS:
+    if len(seconds) <= WARMUP_STEPS:
         raise UsageError(
-            f"{target} ended after {len(found.seconds)} optimizer steps; more than {WARMUP_STEPS} are needed, of "
+            f"{target} ended after {len(seconds)} optimizer steps; more than {WARMUP_STEPS} are needed, of "
             "optimizers of torch's"
         )
-    return found
+    return seconds
 
 
 @contextmanager
@@ -90,17 +90,10 @@ class Enough(BaseException):
     """All steps are recorded: leaves the loop past whatever catches errors."""
 
 
-@dataclass(kw_only=True)
-class Recorded:
-    """Measured seconds of each step, those before the trace included."""
-
-    seconds: list[float] = field(default_factory=list)
-
-
 @contextmanager
-def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterator[Recorded]:
-    """Inside, ``steps`` steps are recorded into a trace, after `WARMUP_STEPS`; then `Enough` leaves what runs."""
-    found = Recorded()
+def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterator[list[float]]:
+    """Record ``steps`` steps into a trace after `WARMUP_STEPS`, then raise `Enough`. Yield the seconds of all steps."""
+    seconds: list[float] = []
 
     def write(profiler: Any) -> None:
         profiler.export_chrome_trace(str(trace))
@@ -123,17 +116,17 @@ def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterato
             if leads[0] != id(optimizer):
                 return
             now = time.perf_counter()
-            found.seconds.append(now - last)
-            progress(f"step {len(found.seconds)} of {WARMUP_STEPS + steps}")
+            seconds.append(now - last)
+            progress(f"step {len(seconds)} of {WARMUP_STEPS + steps}")
             made.step()
             last = time.perf_counter()
-            if len(found.seconds) == WARMUP_STEPS + steps:
+            if len(seconds) == WARMUP_STEPS + steps:
                 raise Enough
 
         hook = register_optimizer_step_post_hook(stepped)
         try:
             with _alone(made):
-                yield found
+                yield seconds
         except Enough:
             pass
         finally:

@@ -194,15 +194,11 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     """
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
+    if kind.moments is not None:
+        return kind.moments * moment * elements
     match kind:
-        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH | Optimizer.ADAMW_ON_COPIES:
-            return 2 * moment * elements
         case Optimizer.ADAMW_BF16:
             return 2 * 2 * elements
-        case Optimizer.SGD | Optimizer.NONE:
-            return 0
-        case Optimizer.SGD_MOMENTUM:
-            return moment * elements
         case Optimizer.ADAM8BIT | Optimizer.ADAM8BIT_TRAINER:
             return (
                 8 * elements
@@ -215,7 +211,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return 2 * (elements // 2 + 4 * (elements // NARROW_BLOCK))
         case Optimizer.ADAFACTOR:
             return _factored(weight, elements) if matrix else 4 * elements
-        case Optimizer.MUON | Optimizer.DIST_MUON | Optimizer.DIST_MUON_PINGPONG:
+        case _:  # Muon
             return (1 if matrix and in_layer else 2) * moment * elements
 
 

@@ -43,12 +43,10 @@ from jettison.formula.model_states import ModelStates, model_states, state_bytes
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape, most_of_passes, outline
-from jettison.spec.kernels import Device
 from jettison.spec.layout import ZeroBuckets
-from jettison.spec.precision import Gradients, Optimizer, element_bytes
+from jettison.spec.precision import DIST_MUONS, Gradients, Optimizer, element_bytes
 from jettison.spec.run import Run
 
-WHOLE_TENSORS = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
 _ALIGNED = 64
 _SLACK = 1.3
 
@@ -56,7 +54,7 @@ _SLACK = 1.3
 def stage_state(run: Run, chunks: Sequence[Chunk]) -> ModelStates:
     """Return a stage's parameters, gradients and optimizer state on the rank with most."""
     even = together([(group.part.static, len(group.names)) for chunk in chunks for group in chunk])
-    if run.optimizer in WHOLE_TENSORS:
+    if run.optimizer in DIST_MUONS:
         even = _with_whole_tensors(run, chunks, even)
     whole = run.layout.zero_redundancy_optimizer and run.layout.shards > 1
     return _with_whole_parameters(run, chunks, even) if whole else even
@@ -248,11 +246,9 @@ def step_bytes(run: Run, total: ModelStates, chunks: Sequence[Chunk]) -> int:
         return (total.state - total.master) // 2
     if run.optimizer is Optimizer.ADAMW_ON_COPIES:
         return _copied_gradients(run, total)
-    if muon := muon_step_bytes(run, chunks):
-        return muon
-    if run.kernels.device is not Device.CPU or run.optimizer not in (Optimizer.ADAMW, Optimizer.MUON):
-        return 0
-    return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
+    if run.updates_on_cpu:
+        return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
+    return muon_step_bytes(run, chunks)
 
 
 @lru_cache(maxsize=1024)
@@ -285,9 +281,9 @@ def _copied_gradients(run: Run, total: ModelStates) -> int:
 
 
 def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
-    """Return the peak of a Muon step's transients: NOTE [ Newton-Schulz ]; 0 for PyTorch's on CPU."""
-    distributed = run.optimizer in WHOLE_TENSORS
-    if not distributed and (run.optimizer is not Optimizer.MUON or run.kernels.device is Device.CPU):
+    """Return the peak of a Muon step's transients: NOTE [ Newton-Schulz ]; 0 for other optimizers."""
+    distributed = run.optimizer in DIST_MUONS
+    if not distributed and run.optimizer is not Optimizer.MUON:
         return 0
     found, moment = list(tensors_of(run, chunks)), _moment_bytes(run)
     each = (_distributed_bytes(t) if distributed else torch_bytes(t, moment) for t in found if t.matrix)

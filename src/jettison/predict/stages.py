@@ -18,6 +18,7 @@ from jettison.memory.schedule import PipelineShape
 from jettison.solve.checkpoint_policy import (
     COMPILED,
     COMPILED_QUANTIZED,
+    NAMED,
     OWN,
     Compiled,
     Recomputed,
@@ -40,7 +41,7 @@ from jettison.spec.tuning import Upcast
 NONE, FULL, PARTS = "none", "full", "parts"
 MTP_FULL = "modules:mtp"
 """Policy of a full checkpoint of a multi-token prediction (MTP) layer."""
-CONTEXTS = frozenset({str(Mode.SELECTIVE_OP), str(Mode.SELECTIVE_OP_ALTERNATE)})
+CONTEXTS = frozenset(word for word, policy in NAMED.items() if isinstance(policy, SelectiveOp))
 """Policies of torch's selective checkpoint contexts in eager mode."""
 COMPILERS = frozenset({COMPILED, COMPILED_QUANTIZED})
 """Policies of compiled layers without a checkpoint."""
@@ -139,16 +140,15 @@ def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
     if policy in COMPILERS:
         return Compiled(word=policy).kept(region.program)
-    if policy in CONTEXTS:
-        contexts = policy_named(policy)
-        assert isinstance(contexts, SelectiveOp)
-        return contexts.cached(region.program)
     if policy == PARTS:
         return kept_apart(region.program)
     if policy.startswith(f"{COMPILED} "):
         return policy_named(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
     found = again_by(region, MTP_FULL if policy == FULL and is_mtp(region.program) else policy)
-    return policy_named(policy).kept(region.program) if found is None else found.kept
+    if found is not None:
+        return found.kept
+    named = policy_named(policy)
+    return named.cached(region.program) if isinstance(named, SelectiveOp) else named.kept(region.program)
 
 
 @lru_cache(maxsize=65536)

@@ -58,7 +58,7 @@ from jettison.spec.frameworks import named
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec, Moe
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.recompute import Mode
+from jettison.spec.recompute import UNIFORM_MODES, Mode
 from jettison.spec.run import RegionSignature
 
 SEQUENCES: Final = tuple(2**n for n in range(7, 21))
@@ -161,10 +161,6 @@ def _which(model: ModelSpec, layer: Layer) -> str:
 
 # tables of a layer ----------------------------------------------------------------------------------------------------
 
-MODES: Final = tuple(
-    str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
-)
-"""Recompute modes that a single layer can be under."""
 WHOLE: Final = "copy"
 """Dimension of unsharded tensors: every tensor-parallel rank has all of it."""
 _DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
@@ -245,9 +241,9 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
     signature, named = traced_signature(region_signature(model, choices, sizes), layer, book)
     writer = Writer.of(signature)
     region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
-    kept = {mode: kept_by(region, mode) for mode in MODES}
-    again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}
-    rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
+    kept = {mode: kept_by(region, mode) for mode in UNIFORM_MODES}
+    again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in UNIFORM_MODES}
+    rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in UNIFORM_MODES}
     steps = region.tape.steps
     cuts = sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(steps)})
     entries = tuple(_entries(region, kept, cuts))
@@ -256,11 +252,11 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
         parts=tuple(_named_part(steps[first:stop]) for first, stop in pairwise([0, *cuts, len(steps)])),
         entries=entries,
         transfers=tuple(_transfers(region, cuts)),
-        held=tuple(_total(one.nbytes for one in entries if one.modes >> bit & 1) for bit in range(len(MODES))),
+        held=tuple(_total(one.nbytes for one in entries if one.modes >> bit & 1) for bit in range(len(UNIFORM_MODES))),
         forward=_flops(steps, range(len(steps))),
         attention=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
-        again=tuple(_flops(steps, again[mode]) for mode in MODES),
-        rerun=tuple(_flops(steps, rerun[mode]) for mode in MODES),
+        again=tuple(_flops(steps, again[mode]) for mode in UNIFORM_MODES),
+        rerun=tuple(_flops(steps, rerun[mode]) for mode in UNIFORM_MODES),
         parameters=_total(sum_of(weight.numel) for weight in region.weights),
     )
 
@@ -314,7 +310,7 @@ def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:
         yield SumTransfer(c.kind, bisect_right(cuts, c.step), c.backward, sum_of(c.nbytes), wire)
 
 
-def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
+def _entries(region: Region, kept: Mapping[Mode, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
     """One for each buffer that any mode keeps, under the first name that it is saved by."""
     program, of = region.program, region.buffers
     names: dict[int, tuple[int, TapeOp, Value, str, str]] = {}
@@ -340,7 +336,7 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
             split=WHOLE if dim is None else _DIMS.get(rank, (*["sequence"] * (rank - 1), "width"))[dim],
             part=bisect_right(cuts, index),
             nbytes=sum_of(made.nbytes),
-            modes=sum((buffer in kept[mode]) << bit for bit, mode in enumerate(MODES)),
+            modes=sum((buffer in kept[mode]) << bit for bit, mode in enumerate(UNIFORM_MODES)),
             reference=reference,
         )
 
@@ -420,7 +416,7 @@ def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
     packed = [{key: list(map(table, of)) for key, of in form.items()} for form in forms]
     return {
         "schema": "jettison.closed-form/1",
-        "modes": list(MODES),
+        "modes": list(UNIFORM_MODES),
         "words": pool.words.items_in_order,
         **pool.document(),
         "entries": pool.entries.items_in_order,

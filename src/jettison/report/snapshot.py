@@ -32,9 +32,7 @@ class SnapshotReport:
     @property
     def difference(self) -> PeakDifference | None:
         """From the first to the second."""
-        if self.other is None:
-            return None
-        return compare_snapshots(self.snapshot, self.other)
+        return None if self.other is None else compare_snapshots(self.snapshot, self.other)
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""

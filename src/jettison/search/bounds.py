@@ -48,13 +48,11 @@ from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule, Gradients
-from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.recompute import UNIFORM_MODES, Mode, Recompute
 from jettison.spec.run import Run
 
 SHAVED: Final = 1e-6
-_UNIFORM_MODES: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
-"""Plans with one policy for every layer."""
-_SEGMENTS: Final = frozenset((*_UNIFORM_MODES, Mode.EVERY))
+_SEGMENTS: Final = frozenset((*UNIFORM_MODES, Mode.EVERY))
 """Plans that keep, for each segment of layers, no less than the smallest layer's kept tensors."""
 _N = TypeVar("_N", int, float)
 
@@ -259,13 +257,13 @@ def _layer_mode(plan: Recompute) -> Mode:
     """Return a plan whose layers take no longer: full for segments, none for plans with different layers."""
     if plan.mode is Mode.EVERY:
         return Mode.FULL
-    return plan.mode if plan.mode in _UNIFORM_MODES else Mode.NONE
+    return plan.mode if plan.mode in UNIFORM_MODES else Mode.NONE
 
 
 def layer_modes(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
     """Layer policies that need bounds."""
     asked = {_layer_mode(plan) for plan in plans}
-    return tuple(mode for mode in _UNIFORM_MODES if mode in asked or mode is Mode.NONE)
+    return tuple(mode for mode in UNIFORM_MODES if mode in asked or mode is Mode.NONE)
 
 
 def _optimizer(seconds: Ends[float], shape: _Shape, stages: int) -> float:
@@ -377,7 +375,7 @@ def _in_flight(
 # bounds of a run ------------------------------------------------------------------------------------------------------
 
 
-def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _UNIFORM_MODES) -> SetupBounds:
+def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = UNIFORM_MODES) -> SetupBounds:
     """Bounds of all setups that differ from a run only in virtual stages, schedule and layers by stage.
 
     Args:

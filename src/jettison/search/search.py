@@ -30,7 +30,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import MUONS, NO_OFFLOAD, Gradients, Optimizer, optimizer_offload
+from jettison.spec.precision import DIST_MUONS, NO_OFFLOAD, Gradients, Optimizer, optimizer_offload
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 from jettison.spec.tuning import Base, Upcast
@@ -96,7 +96,7 @@ class SearchRequest(CommonRequest):
             raise UsageError(
                 "got --offload-optimizer torchao-gradients, which takes one micro-batch; to search, give torchao"
             )
-        if self.optimizer in MUONS[1:]:
+        if self.optimizer in DIST_MUONS:
             return (1,), "optimizer"
         of_shards = {
             "fsdp_wrap_layers_only": self.fsdp_wrap_layers_only,

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Self
 
 from jettison.core.errors import UsageError, known
 from jettison.spec.fp8 import FP8, Fp8Recipe
@@ -199,25 +199,36 @@ PRECISIONS: Final = MappingProxyType(
 
 
 class Optimizer(StrEnum):
-    """Optimizer and the state it keeps for each parameter."""
+    """Optimizer, its meaning in ``jettison list``, and its state: moments in the dtype of the tensor that it updates,
+    or None: a rule of its own in `formula.model_states`.
+    """
 
-    ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
-    ADAMW_FOREACH = "adamw-foreach"  # the same in torch's default on CUDA: foreach, unfused
-    ADAMW_ON_COPIES = "adamw-deepspeed"  # the same on copies of its gradients: DeepSpeed's ZeRO
-    ADAMW_BF16 = "adamw-bf16"  # two bf16 moments in every precision: torchtitan's fused_opt_states_bf16
-    SGD = "sgd"
-    SGD_MOMENTUM = "sgd-momentum"
-    ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
-    ADAM8BIT_TRAINER = "adam8bit-trainer"  # the same but for embeddings, whose moments are fp32: transformers' Trainer
-    ADAM4BIT = "adam4bit"  # two moments of half a byte, and an fp32 scale for each 128 of them: torchao's AdamW4bit
-    ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
-    MUON = "muon"  # one moment for matrices of layers, AdamW for the rest
-    DIST_MUON = "dist-muon"  # Megatron's: each rank has full matrices: NOTE [ Whole tensors on ranks ]
-    DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older assignment of tensors to ranks
-    NONE = "none"
+    meaning: str
+    moments: int | None
+
+    def __new__(cls, name: str, meaning: str = "", moments: int | None = None) -> Self:
+        optimizer = str.__new__(cls, name)
+        optimizer._value_, optimizer.meaning, optimizer.moments = name, meaning, moments
+        return optimizer
+
+    ADAMW = "adamw", "two moments; fused kernel, as trainers use it", 2
+    ADAMW_FOREACH = "adamw-foreach", "torch's default on CUDA: 4 more bytes a parameter within its step", 2
+    ADAMW_ON_COPIES = "adamw-deepspeed", "on copies of gradients, 1e9 elements at a time under ZeRO 3 (DeepSpeed)", 2
+    ADAMW_BF16 = "adamw-bf16", "two moments in bf16 (torchtitan's fused_opt_states_bf16)"
+    SGD = "sgd", "no state", 0
+    SGD_MOMENTUM = "sgd-momentum", "one moment", 1
+    ADAM8BIT = "adam8bit", "two moments of one byte, with a scale for each 256 (arXiv 2110.02861)"
+    ADAM8BIT_TRAINER = "adam8bit-trainer", "the same, with fp32 moments of embeddings (transformers' Trainer)"
+    ADAM4BIT = "adam4bit", "two moments of half a byte, with a scale for each 128 (torchao)"
+    ADAFACTOR = "adafactor", "row and column statistics of each matrix (arXiv 1804.04235)"
+    MUON = "muon", "one moment for matrices of layers, AdamW for the rest"
+    DIST_MUON = "dist-muon", "distributed by unsharded matrix (Megatron's default layout)"
+    DIST_MUON_PINGPONG = "dist-muon-pingpong", "distributed by unsharded tensor of every kind (older Megatron)"
+    NONE = "none", "no optimizer: a forward and a backward", 0
 
 
-MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
+DIST_MUONS: Final = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
+"""Each rank has full matrices: NOTE [ Whole tensors on ranks ] in `predict.optimizer_step`."""
 
 
 def precision(name: str) -> Precision:

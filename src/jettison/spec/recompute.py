@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isqrt
-from typing import Final
+from typing import Final, Self
 
 from jettison.core.errors import UsageError
 from jettison.spec.kernels import Kernels, sets_with
@@ -77,24 +77,38 @@ def _there(model: ModelSpec, kernels: Kernels, *, own_norms: bool) -> frozenset[
 
 
 class Mode(StrEnum):
-    """Recompute mode of a layer's saved tensors."""
+    """Recompute mode of a layer's saved tensors, its meaning in ``jettison list``, and its argument in `form`."""
 
-    NONE = "none"
-    SELECTIVE = "selective"  # recomputes core attention (arXiv 2205.05198 §5)
-    SELECTIVE_OP = "selective-op"  # saves outputs of matmuls and fused attention
-    SELECTIVE_OP_ALTERNATE = "selective-op-alternate"  # the same, but recomputes every second matmul (torchtitan)
-    FULL = "full"  # saves a layer's input
-    EVERY = "every"  # segments of K layers: saves the segment's input (arXiv 1604.06174)
-    BLOCK = "block"  # the first N layers of a stage are full, the rest none (Megatron's block method)
-    INTERVAL = "interval"  # one layer in K is full, the rest none (torchtitan's selective layer)
-    PARTS = "parts"  # separate checkpoints of attention, MLP and norms of a layer: `solve.checkpoint_policy`
-    MODULES = "modules"  # modules of a layer by Megatron's names, as listed above
-    AUTO = "auto"  # planned for a budget
+    meaning: str
+    argument: str
+
+    def __new__(cls, name: str, meaning: str, argument: str = "") -> Self:
+        mode = str.__new__(cls, name)
+        mode._value_, mode.meaning, mode.argument = name, meaning, argument
+        return mode
+
+    NONE = "none", "no checkpointing: keep every saved tensor"
+    SELECTIVE = "selective", "recompute the attention core (arXiv 2205.05198, section 5)"
+    SELECTIVE_OP = "selective-op", "keep outputs of matmuls and fused attention, recompute the rest"
+    SELECTIVE_OP_ALTERNATE = "selective-op-alternate", "the same, and recompute every second matmul (torchtitan)"
+    FULL = "full", "keep only each layer's input"
+    PARTS = "parts", "checkpoint attention, feed-forward block and norms of a layer each (NeMo AutoModel)"
+    EVERY = "every", "checkpoint segments of K layers, keep each segment's input (arXiv 1604.06174)", "K"
+    BLOCK = "block", "full for the first N layers of a stage, none for the others (Megatron's block method)", "N"
+    INTERVAL = "interval", "full for one layer in K, none for the others (torchtitan's selective layers)", "K"
+    MODULES = "modules", "recompute Megatron-Core modules, as --recompute-modules core_attn,mlp", "core_attn+mlp"
+    AUTO = "auto", "planned tensor by tensor for a budget"
+
+    @property
+    def form(self) -> str:
+        """Value of ``--recompute`` for this mode, such as ``every:K``."""
+        return f"{self}:{self.argument}" if self.argument else str(self)
 
 
+UNIFORM_MODES: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
+"""Modes under which each layer has the policy of that name in `solve.checkpoint_policy`."""
 MOST: Final = -1
 """Micro-batches without checkpointing: as many as fit, which `search.largest_fit` finds."""
-_WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,22 +179,16 @@ class Recompute:
             return cls(mode=Mode.MODULES, modules=modules, offload=offload, whole=whole)
         if word == "sqrt" and not colon:
             return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload, whole=whole)
-        known = {str(mode) for mode in Mode}
-        with_number = {str(mode) for mode in _WITH_NUMBER}
-        if (
-            word not in known - {Mode.MODULES}
-            or bool(colon) != (word in with_number)
-            or (colon and not number.isdecimal())
-        ):
-            names = {**_WITH_NUMBER, Mode.MODULES: "core_attn+mlp"}
-            words = [f"{m}:{names[m]}" if m in names else str(m) for m in Mode]
-            raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
-        return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload, whole=whole)
+        mode = next((mode for mode in Mode if mode == word and bool(mode.argument) == bool(colon)), Mode.MODULES)
+        if mode is Mode.MODULES or (colon and not number.isdecimal()):
+            forms = ", ".join(mode.form for mode in Mode)
+            raise UsageError(f"got --recompute {text!r}; expected one of {forms}, sqrt")
+        return cls(mode=mode, number=int(number) if colon else 1, offload=offload, whole=whole)
 
     def __str__(self) -> str:
         if self.mode is Mode.MODULES:
             return f"{self.mode}:{'+'.join(self.modules)}"
-        return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
+        return f"{self.mode}:{self.number}" if self.mode.argument else str(self.mode)
 
     @property
     def to_host(self) -> bool:

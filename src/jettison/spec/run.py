@@ -27,7 +27,7 @@ from jettison.spec.layout import GradientSync, Layout, exchange_misfit, whole_fl
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.model_variants import with_starts
 from jettison.spec.precision import (
-    MUONS,
+    DIST_MUONS,
     NO_OFFLOAD,
     PRECISIONS,
     Accumulation,
@@ -573,7 +573,7 @@ def _widths(layer: Layer, layout: Layout) -> Iterator[tuple[str, int]]:
 def _in_backward(run: Run) -> Iterator[str]:
     """Reject an optimizer step in backward unless each gradient of one micro-batch is reduced separately."""
     layout, why = run.layout, ""
-    if run.optimizer in MUONS[1:] and layout.zero != 1 and (layout.dp > 1 or layout.zero):
+    if run.optimizer in DIST_MUONS and layout.zero != 1 and (layout.dp > 1 or layout.zero):
         yield f"got --optimizer {run.optimizer} with --zero {layout.zero}; expected --zero 1"
     if run.gradients is not Gradients.IN_BACKWARD:
         return
@@ -585,7 +585,7 @@ def _in_backward(run: Run) -> Iterator[str]:
         why = f"--zero {layout.zero}, which all-reduces buckets of gradients; --zero 2 or 3 reduces each"
     elif run.accumulation is not Accumulation.AUTOGRAD or run.precision.accumulator or run.precision.optimizer_gradient:
         why = "gradients that are accumulated in another buffer"
-    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_ON_COPIES, *MUONS):
+    elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_ON_COPIES, Optimizer.MUON, *DIST_MUONS):
         why = f"--optimizer {run.optimizer}, which updates many parameters at once"
     if why:
         yield f"got --gradients in-backward with {why}"
