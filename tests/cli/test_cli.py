@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from jettison.cli.main import VERBS, run
+from jettison.cli.main import EXIT_PIPE, VERBS, run
+from jettison.core import errors
+from jettison.core.process import EXIT_INTERRUPTED
 from support.patience import PATIENCE
 
 TINY = {
@@ -190,6 +193,14 @@ def test_verify_warns_of_no_gradients_of_its_own(capsys, live, tmp_path):
     command = [sys.executable, "-m", "jettison", "verify", str(plan), "--rounds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert "are there already" not in done.stderr
+
+
+def test_the_page_lists_every_exit_code() -> None:
+    """Those of errors are said once, by their classes; the others are none of an error's."""
+    codes = {each.exit_code for each in vars(errors).values() if isinstance(each, type) and hasattr(each, "exit_code")}
+    page = Path(__file__).parents[2].joinpath("docs", "commands.md").read_text("utf-8")
+    _, _, table = page.partition("| exit code | meaning |")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == {0, EXIT_PIPE, EXIT_INTERRUPTED} | codes
 
 
 def test_a_failed_proof_exits_4(capsys, live, monkeypatch):

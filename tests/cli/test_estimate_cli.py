@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from jettison.cli.main import EXIT_USAGE, run
+from jettison.cli.main import run
+from jettison.core.errors import UsageError
 from jettison.cost.flops import Counting
 from jettison.families.presets import preset
 from jettison.predict.time import estimate
@@ -157,7 +158,7 @@ def test_guesses_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str) -> None:
-    assert run(["estimate", *arguments]) == EXIT_USAGE
+    assert run(["estimate", *arguments]) == UsageError.exit_code
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
 
@@ -188,7 +189,7 @@ def test_a_hardware_file_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text('memory = "80GiB"\n[teraflops]\nbf16 = 100\n[gigabytes_per_second]\nmemory = 1000\n')
     assert document(capsys, "gpt2", "--gpu", str(file))["gpu"] == "mine"
     file.write_text('memory = "80GiB"\n[teraflops]\nbf16 = 100\n')
-    assert run(["estimate", "gpt2", "--gpu", str(file)]) == EXIT_USAGE
+    assert run(["estimate", "gpt2", "--gpu", str(file)]) == UsageError.exit_code
     assert "does not state its memory bandwidth" in capsys.readouterr().err
 
 
@@ -205,6 +206,7 @@ def count(_frame, event, _argument):
 
 sys.setprofile(count)
 from jettison.cli.main import run
+from jettison.core.errors import UsageError
 
 code = run(sys.argv[1:])
 sys.setprofile(None)

@@ -68,13 +68,18 @@ def command(
         said = _said(oom, model)
         deliver(said.document, said.table, form=form, request=asked(oom=oom, model=model))
         return
-    if not calibrate:
-        found = facts()
-        by_name = dict(found)
-        known = {name: by_name[name] for name in keys_of("jettison.doctor/1") if name in by_name}
-        stated = document("jettison.doctor/1", **known, facts=by_name)
-        deliver(lambda: stated, lambda: facts_table(found), form=form, request=asked())
+    if calibrate:
+        _calibrate(device=device, quick=quick, ranks=ranks, form=form, out=out, force=force)
         return
+    found = facts()
+    by_name = dict(found)
+    known = {name: by_name[name] for name in keys_of("jettison.doctor/1") if name in by_name}
+    stated = document("jettison.doctor/1", **known, facts=by_name)
+    deliver(lambda: stated, lambda: facts_table(found), form=form, request=asked())
+
+
+def _calibrate(*, device: str | None, quick: bool, ranks: int, form: str, out: Path | None, force: bool) -> None:
+    """Measure this machine, and print its hardware file or write it."""
     if out is not None and out.suffix != ".toml":
         raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
     refuse_to_overwrite(out, force=force)

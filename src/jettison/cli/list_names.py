@@ -130,9 +130,7 @@ _SECTIONS: Final = {
         {name: _field(name) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")},
     ),
     "policies": Section("Policies for --recompute", lambda: _worded({m.form: m.meaning for m in Mode} | _SQRT)),
-    "optimizers": Section(
-        "Optimizers for --optimizer", lambda: _worded({optimizer: optimizer.meaning for optimizer in Optimizer})
-    ),
+    "optimizers": Section("Optimizers for --optimizer", lambda: _worded({o: o.meaning for o in Optimizer})),
     "frameworks": Section("Framework presets for --like, and the flags that each sets on one GPU", _frameworks),
     "targets": Section(
         "Targets of export --to", lambda: _worded({name: one["says"] for name, one in named("targets").items()})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import CycloptsError, Group
 
@@ -66,7 +66,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], option("Model", 
 EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
 """The extra that installs each package that some verbs need."""
 
-EXIT_INTERNAL, EXIT_USAGE, EXIT_PIPE = 1, 2, 141
+EXIT_INTERNAL, EXIT_PIPE = 1, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,35 +106,29 @@ def _run(arguments: list[str]) -> int:
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
         message = message_of(error, arguments)
-        return _failed(arguments, "UsageError", message, EXIT_USAGE, said=f"{message} (see {verb} --help)")
+        return _failed(arguments, UsageError(message), said=f"{message} (see {verb} --help)")
     except Answered as answered:
         hint(f"jettison: {answered.error}")
         return answered.error.exit_code
-    except JettisonError as error:
-        if interrupted():
-            say_interrupted()
-            return EXIT_INTERRUPTED
-        if error.exit_code == EXIT_USAGE and (said := misplaced_file(arguments)) is not None:
-            return _failed(arguments, "UsageError", said, EXIT_USAGE)
-        return _failed(arguments, type(error).__name__, str(error), error.exit_code, error.details)
-    except KeyboardInterrupt:
-        say_interrupted()
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
-    except Exception as error:
-        # a package that is not here; a bug of ours, or of the factory that was called: show where
-        if interrupted():  # within an import, or a library that takes it for a failure of its own
+    except (KeyboardInterrupt, Exception) as error:
+        # an import or a library may take an interrupt for a failure of its own
+        if isinstance(error, KeyboardInterrupt) or interrupted():
             say_interrupted()
             return EXIT_INTERRUPTED
+        if isinstance(error, JettisonError):
+            if error.exit_code == UsageError.exit_code and (said := misplaced_file(arguments)) is not None:
+                error = UsageError(said)
+            return _failed(arguments, error)
+        # a package that is not here; a bug of ours, or of the factory that was called: show where
         extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
         if isinstance(error, ModuleNotFoundError) and extra is not None:
-            message = f"this needs {error.name}, which is not installed: {install(extra)}"
-            return _failed(arguments, "UsageError", message, EXIT_USAGE)
+            return _failed(arguments, UsageError(f"this needs {error.name}, which is not installed: {install(extra)}"))
         if isinstance(error, ValueError) and (said := misplaced_file(arguments)) is not None:  # bytes that are no text
-            return _failed(arguments, "UsageError", said, EXIT_USAGE)
+            return _failed(arguments, UsageError(said))
         hint(traceback.format_exc())
-        return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL, said="internal error (above)")
+        return _failed(arguments, error, said="internal error (above)")
     return 0
 
 
@@ -158,23 +152,13 @@ def _pipes_as_files(arguments: list[str]) -> Iterator[list[str]]:
         yield arguments
 
 
-def _failed(
-    arguments: list[str],
-    kind: str,
-    message: str,
-    exit_code: int,
-    details: dict[str, object] | None = None,
-    said: str = "",
-) -> int:
-    """Print the error, and its document where JSON was asked for; return the exit code.
-
-    Args:
-        details: numbers of the message. ``said``: what people read instead.
-    """
-    hint(f"jettison: {said or message}")
+def _failed(arguments: list[str], error: Exception, said: str = "") -> int:
+    """Print the error, or for people ``said``, and its document where JSON was asked for; return the exit code."""
+    hint(f"jettison: {said or error}")
+    exit_code, details = (error.exit_code, error.details) if isinstance(error, JettisonError) else (EXIT_INTERNAL, {})
     if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
-        document = {"schema": "jettison.error/1", "error": kind, "message": message, "exit_code": exit_code}
-        document |= {"details": details or {}, "request": {"arguments": arguments}}
+        document: dict[str, Any] = {"schema": "jettison.error/1", "error": type(error).__name__, "message": str(error)}
+        document |= {"exit_code": exit_code, "details": details, "request": {"arguments": arguments}}
         sys.stdout.write(json_text(document))
     return exit_code
 

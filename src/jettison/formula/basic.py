@@ -127,15 +127,10 @@ def linear(
         elif w.quantises:
             kept = quantise(w, kept)
             saves = (Saved(kept, role, reference),)
+        if weight.packed_bytes:
+            read, workspace = _packed_operand(w, x, weight)
+            inputs += read
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
-        if eight:  # forward multiplies int8, backward unpacks the matrix to 16 bits
-            workspace = weight.numel * DTYPE_BYTES[w.matmul_dtype]
-        elif weight.packed_bytes and w.base is Base.FP8:  # backward: the matrix, and its scales for each row
-            inputs.append(w.tape.op(QUANTISE, [x], dtype=FP8, grad=False))
-            workspace = (weight.numel + weight.numel // FP8_BLOCK) * DTYPE_BYTES[w.matmul_dtype]
-        elif weight.packed_bytes:
-            inputs += unpacked(w, weight, weight.shape)
-            workspace = inputs[-1].nbytes
         out = w.tape.op(
             "aten.addmm.default" if len(weights) > 1 else "aten.mm.default",
             inputs,
@@ -160,6 +155,17 @@ def linear(
             own_class = weight.packed_bytes > 0 and w.base is not Base.FP8 and not w.kernels.joint_qkv
             out = _adapted(w, given, kept, out, widths, split, packed=own_class)
     return out
+
+
+def _packed_operand(w: Writer, x: Value, weight: Weight) -> tuple[list[Value], int]:
+    """What a matmul with a packed weight reads in addition, and the bytes of the matrix that its backward unpacks."""
+    if w.base is Base.INT8:  # forward multiplies int8, backward unpacks the matrix to 16 bits
+        return [], weight.numel * DTYPE_BYTES[w.matmul_dtype]
+    if w.base is Base.FP8:  # backward: the matrix, and its scales for each row
+        elements = weight.numel + weight.numel // FP8_BLOCK
+        return [w.tape.op(QUANTISE, [x], dtype=FP8, grad=False)], elements * DTYPE_BYTES[w.matmul_dtype]
+    read = unpacked(w, weight, weight.shape)
+    return read, read[-1].nbytes
 
 
 def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:

@@ -168,7 +168,7 @@ def _trained(
         gathered = w.numel * (1 if fp8 else DTYPE_BYTES[precision.compute])
     if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
         reduced = w.gradient_numel * DTYPE_BYTES[precision.reduce_dtype]
-    moment = updated * DTYPE_BYTES[own.moment or own.master or own.parameter]
+    moment = updated * own.moment_bytes
     return ModelStates(
         parameters=0 if on_host.moves_parameters else parameters,
         host_parameters=parameters if on_host.moves_parameters else 0,
@@ -192,7 +192,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
 
     Moments have the dtype of the tensor that the optimizer updates (fp32: a master copy), or the precision's.
     """
-    moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
+    moment = precision.moment_bytes
     matrix = len(weight.shape) >= 2
     if kind.moments is not None:
         return kind.moments * moment * elements

@@ -592,16 +592,7 @@ def read_run(
     first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))
     table = _table(first)
     if table is None:
-        why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
-        if {"model_type", "architectures"} & {*first.values}:
-            why = f"which has a model and no run; expected it as MODEL: jettison ledger {first.path} --seq 4096"
-        named = str(first.values.get("config", first.values.get(CONFIG, "$")))
-        if first.syntax == "arguments" and "$" not in named and found_file(first.path.parent, named) is None:
-            why = f"which names the configuration {named}, a file that is not here; expected --from with that file"
-        if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
-            expected = ", ".join(alike["syntaxes"])
-            why = f"{alike['says']} in {first.syntax}; expected {expected}: write them so, or as flags"
-        raise UsageError(f"got --from {first.path}, {why}")
+        raise UsageError(f"got --from {first.path}, {_why_unknown(first)}")
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
@@ -624,11 +615,7 @@ def read_run(
         keys.note("it has no micro-batch size, and one sequence is counted: give --micro-batch")
     unread, ignored = keys.left()
     if unread and not allow_unread:
-        listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
-        more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
-        keys_are = ("key", "is") if len(unread) == 1 else ("keys", "are")
-        said = f"{len(unread)} {keys_are[0]} that may change memory or time {keys_are[1]} not read: {listed}{more}"
-        raise keys.error(f"{said}. Give --allow-unread to continue without")
+        raise keys.error(f"{_unread_keys(unread)}. Give --allow-unread to continue without")
     writable = script in (first, *others) and first.path.suffix != ".ipynb"
     found = RunFile(
         path=first.path,
@@ -652,6 +639,28 @@ def read_run(
         with suppress(UsageError):
             return replace(found, request=replace(found.request, base=None)) if found.spec().base else found
     return found
+
+
+def _why_unknown(file: ConfigFile) -> str:
+    """Return why no framework reads this file, and what was expected."""
+    why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
+    if {"model_type", "architectures"} & {*file.values}:
+        why = f"which has a model and no run; expected it as MODEL: jettison ledger {file.path} --seq 4096"
+    named = str(file.values.get("config", file.values.get(CONFIG, "$")))
+    if file.syntax == "arguments" and "$" not in named and found_file(file.path.parent, named) is None:
+        why = f"which names the configuration {named}, a file that is not here; expected --from with that file"
+    if alike := next((one for one in tables() if _fits(replace(file, syntax=one["syntaxes"][0]), one)), None):
+        expected = ", ".join(alike["syntaxes"])
+        why = f"{alike['says']} in {file.syntax}; expected {expected}: write them so, or as flags"
+    return why
+
+
+def _unread_keys(unread: Sequence[Key]) -> str:
+    """Say how many keys were not read, and the first eight of them with the reason."""
+    listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
+    more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
+    keys_are = ("key", "is") if len(unread) == 1 else ("keys", "are")
+    return f"{len(unread)} {keys_are[0]} that may change memory or time {keys_are[1]} not read: {listed}{more}"
 
 
 def run_from(

@@ -195,7 +195,7 @@ def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: ModelStates)
     most = max(shares, key=state)
     master = sum(weight.numel for weight, _ in most) * (DTYPE_BYTES[precision.master] if precision.master else 0)
     stepping = before = 0
-    moment = _moment_bytes(run)
+    moment = precision.moment_bytes
     for number, (weight, _) in enumerate(most):
         if number and weight.expert and layout.ep > 1 and not most[number - 1][0].expert:
             before = 0  # another optimizer's loop
@@ -226,11 +226,6 @@ def _shared_out(weights: Sequence[tuple[Weight, bool]], ranks: int) -> list[list
 
 
 # a step of the optimizer ----------------------------------------------------------------------------------------------
-
-
-def _moment_bytes(run: Run) -> int:
-    precision = run.precision
-    return DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
 
 
 def step_bytes(run: Run, total: ModelStates, chunks: Sequence[Chunk]) -> int:
@@ -285,7 +280,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
     distributed = run.optimizer in DIST_MUONS
     if not distributed and run.optimizer is not Optimizer.MUON:
         return 0
-    found, moment = list(tensors_of(run, chunks)), _moment_bytes(run)
+    found, moment = list(tensors_of(run, chunks)), run.precision.moment_bytes
     each = (_distributed_bytes(t) if distributed else torch_bytes(t, moment) for t in found if t.matrix)
     most = max(each, default=0)
     if run.optimizer is not Optimizer.DIST_MUON_PINGPONG:

@@ -143,7 +143,7 @@ def _precision(held: Precision) -> dict[str, int]:
         "parameter": DTYPE_BYTES[held.parameter],
         "gradient": DTYPE_BYTES[held.gradient],
         "master": master or 0,
-        "moment": DTYPE_BYTES[held.moment or held.master or held.parameter],
+        "moment": held.moment_bytes,
     }
 
 

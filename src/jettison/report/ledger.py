@@ -346,7 +346,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
     """Remarks about a run, the weightiest first; empty where there are none."""
     run = asked.run
     found = [*run.model.left_out]
-    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is AttentionKernel.FLASH:
+    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is not AttentionKernel.EAGER:
         found.append(
             "selective recomputation drops attention scores, which flash attention never stores: it saves nothing "
             "here. Use --recompute selective-op, every:K or full"

@@ -30,10 +30,8 @@ INTERLEAVED: Final = "interleaved"
 """The schedule 1f1b with virtual stages."""
 SCHEDULES: Final = (str(Schedule.ONE_F_ONE_B), INTERLEAVED)
 """Default schedules of a search."""
-EVERY: Final = "every"
-"""`every:K` for each K above 1 that divides a stage's layers."""
-PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUTO))
-"""Default recompute modes of a search."""
+PLANS: Final = tuple(map(str, (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL, Mode.EVERY, Mode.AUTO)))
+"""Default recompute modes of a search; "every" is `every:K` for each K above 1 that divides a stage's layers."""
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
 _OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks", "gradient_sync")
@@ -286,7 +284,7 @@ class Space:
         known = set()
         for offload in self.axes.offload:
             for word in self.axes.plans:
-                words = [f"every:{k}" for k in _divisors(layers)[1:]] if word == EVERY else [word]
+                words = [f"every:{k}" for k in _divisors(layers)[1:]] if word == Mode.EVERY else [word]
                 for each in words:
                     mode = Recompute.parse(each, layers=self.template.model.depth, offload=offload)
                     if mode.mode is not Mode.AUTO and mode not in known:

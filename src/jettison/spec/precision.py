@@ -28,6 +28,7 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Final, Self
 
+from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import UsageError, known
 from jettison.spec.fp8 import FP8, Fp8Recipe
 from jettison.spec.frameworks import named
@@ -75,6 +76,11 @@ class Precision:
     def reduce_dtype(self) -> str:
         """Dtype in which gradients are reduced."""
         return self.reduced or self.gradient
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of an element of the optimizer's moments, by default those of the tensor that it updates."""
+        return DTYPE_BYTES[self.moment or self.master or self.parameter]
 
     def reducing_in(self, word: str) -> Precision:
         """The same with gradients that FSDP reduces in fp32, bf16 or the dtype of ``compute``."""
