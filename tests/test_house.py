@@ -7,9 +7,9 @@ import pytest
 
 from support import house
 
-MOST_LINES = 92_344
+MOST_LINES = 92_343
 MOST_FILES = 330
-MOST_LINES_OF = {("predict", "memory"): 5_478}
+MOST_LINES_OF = {("predict", "memory"): 5_469}
 ROOT = Path(__file__).parents[1]
 DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"
 
