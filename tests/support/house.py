@@ -183,9 +183,10 @@ OF_A_LIBRARY = re.compile(rf"(?:{_libraries()})(?:_\w+)?(?:\.\w+)*|[\w-]+, [A-Z]
 
 
 def _values(node: ast.AST) -> Iterator[ast.expr]:
-    """Values of an option that a node declares: members of an enum, or of a ``Literal``."""
+    """Values of an option that a node declares, and their meanings: members of an enum, or of a ``Literal``."""
     if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
-        yield from (line.value for line in node.body if isinstance(line, ast.Assign))
+        for value in (line.value for line in node.body if isinstance(line, ast.Assign)):
+            yield from value.elts if isinstance(value, ast.Tuple) else [value]
     elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
         yield from node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
