@@ -110,6 +110,31 @@ def test_other_ops_than_were_planned_are_said_once() -> None:
     assert len(found) == 1 and "the budget may not hold" in found[0]
 
 
+class Tasks(Stack):
+    """One of two heads, named by the call: the same ops, of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(InPlace)
+        self.heads = nn.ModuleDict({"small": nn.Linear(WIDTH, 2), "large": nn.Linear(WIDTH, 64 * WIDTH)})
+
+    def forward(self, x: Tensor, task: str = "small") -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.heads[task](x).tanh()
+        return out.square().mean()
+
+
+def test_the_same_ops_on_larger_weights_are_said() -> None:
+    model, x = Tasks(), torch.randn(16, WIDTH)
+    with jettison.auto_checkpoint(model, (x,), Bytes(smallest(model, x))), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for task in ("small", "large"):
+            assert not said
+            model(x, task).backward()
+            model.zero_grad()
+    assert any("other ops than it was planned with" in str(w.message) for w in said)
+
+
 @pytest.mark.filterwarnings("ignore:.*jit.script.*")
 def test_scripted_parts_are_refused_in_words() -> None:
     model = Stack(lambda: nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))

@@ -421,15 +421,15 @@ class Recordings:
         """
         known, names = self._planned.get(self.number), [op.name for op in now.ops]
 
-        def nbytes(program: Program) -> tuple[int, int]:  # saved or returned, and allocated
-            held = program.saved_buffers().union(program.outputs)
-            return program.kept_bytes(held), sum(buffer.nbytes for buffer in program.buffers)
+        def nbytes(of: Program) -> tuple[int, int]:  # allocated, and saved or returned
+            return sum(b.nbytes for b in of.buffers), of.kept_bytes(of.saved_buffers().union(of.outputs))
+
+        def most(planned: Program) -> tuple[int, ...]:
+            begins = [op.name for op in planned.ops[: len(names)]] == names
+            return nbytes(planned)[: 1 if begins and self.blocks is not None else 2]
 
         return known is None or any(
-            planned.form() == now.form()
-            or all(map(operator.le, nbytes(now), nbytes(planned)))
-            or (self.blocks is not None and [op.name for op in planned.ops[: len(names)]] == names)
-            for planned in known
+            planned.form() == now.form() or all(map(operator.le, nbytes(now), most(planned))) for planned in known
         )
 
     def _acquit(self, key: Any, trace: RegionTrace) -> None:
