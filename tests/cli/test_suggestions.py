@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -139,7 +140,28 @@ def test_a_folder_that_is_read_only_is_named_before_work(
 ) -> None:
     monkeypatch.setattr("os.access", lambda folder, mode: not (folder == tmp_path and mode == os.W_OK))
     code, err = said(capsys, "ledger", "gpt2", "--out", str(tmp_path / "ledger.json"))
-    assert code == 2 and err == f"jettison: {tmp_path} is no folder to write to; make it first, or give another --out\n"
+    assert code == 2 and err == f"jettison: {tmp_path} cannot be written to; give another --out\n"
+
+
+def test_a_folder_that_is_missing_is_to_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, err = said(capsys, "ledger", "gpt2", "--out", str(tmp_path / "new" / "ledger.json"))
+    assert code == 2 and err == f"jettison: {tmp_path}/new is no folder; make it first, or give another --out\n"
+    (tmp_path / "new").mkdir()
+    accepted(capsys, ["ledger", "gpt2", "--out", str(tmp_path / "new" / "ledger.json")])
+
+
+def test_a_disk_that_is_full_is_no_internal_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    out = tmp_path / "ledger.json"
+    code, err = said(capsys, "ledger", "gpt2", "--out", str(out))
+    assert code == 2
+    assert err == f"jettison: cannot write to {out}: No space left on device; make it writable, or name another\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["0.5", "20", "0", "-5", "1e3", "8Gb", "many", "0.0001", "7.25"])

@@ -104,6 +104,25 @@ def test_an_error_is_written_down_with_its_batch(tmp_path: Path, capsys: pytest.
     assert "batches of at most [9, 32]" in [change["line"] for change in finding["changes"]]
 
 
+def test_a_record_that_cannot_be_written_ends_no_loop(tmp_path: Path) -> None:
+    """The loop leaks, and then runs out of memory: the error is that one."""
+    (tmp_path / "in the way").write_text("")
+    out = tmp_path / "in the way" / "watch.json"
+    KEPT.clear()
+
+    def leak_and_fail(step: int, loss: torch.Tensor) -> None:
+        KEPT.append(torch.zeros(500) + loss.detach())
+        if step == 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with (
+        pytest.warns(RuntimeWarning, match=r"more are allocated .*watch.json cannot be written: "),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        loop(out, after=leak_and_fail)
+    assert "cannot be written" in caught.value.__notes__[0]
+
+
 def test_other_errors_pass_through(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         loop(tmp_path / "watch.json", after=lambda *_: torch.ones(2) @ torch.ones(3))  # type: ignore[arg-type]

@@ -203,8 +203,10 @@ def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
             raise UsageError(f"{out} is a folder; give the name of a file")
         if out.exists() and not force:
             raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
-        if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
-            raise UsageError(f"{out.parent} is no folder to write to; make it first, or give another --out")
+        if not out.parent.is_dir():
+            raise UsageError(f"{out.parent} is no folder; make it first, or give another --out")
+        if not os.access(out.parent, os.W_OK):
+            raise UsageError(f"{out.parent} cannot be written to; give another --out")
 
 
 def asked(**arguments: object) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from jettison.capture.model_trace import Loop
 from jettison.capture.tracer import trace_model
 from jettison.cli.report import report
-from jettison.core.errors import ProofFailed, UsageError, install
-from jettison.core.files import write_whole
+from jettison.core.errors import ProofFailed, UsageError
+from jettison.core.files import write_whole, writing
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_percent
 from jettison.dryrun.counter import elsewhere_bytes
@@ -118,10 +118,8 @@ def run_demo(
     """
     if steps < 1:
         raise UsageError(f"got {steps} steps; expected 1 or more")
-    try:
+    with writing(out, "--out: "):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be made a folder: {error}") from error
     size = size or DemoSize()
     progress("reading the standard library")
     text = standard_library_text()
@@ -155,10 +153,8 @@ def run_demo(
 
 def build(size: DemoSize) -> nn.Module:
     """The model, the same for the same size."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM, logging
-    except ImportError as error:
-        raise UsageError(f"the demo needs {error.name}: {install('hf')}") from error
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = LlamaConfig(

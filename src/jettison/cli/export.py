@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,10 +192,9 @@ def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
         targets = {out: text}
     else:
         targets = {out / name: text for name, text in found.files.items()}
-    there = [path for path in targets if path.exists()]
-    if there and not force:
-        raise UsageError(f"{there[0]} is there already; give --force to replace it, or another --out")
+    with suppress(OSError):  # said below
+        next(iter(targets)).parent.mkdir(exist_ok=True)
+    refuse_to_overwrite(*targets, force=force)
     for path, text in targets.items():
-        path.parent.mkdir(exist_ok=True)
         write_whole(path, text)
     return tuple(targets)

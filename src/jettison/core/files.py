@@ -54,8 +54,19 @@ def parse_toml(text: str, name: str, **options: Any) -> dict[str, Any]:
         raise UsageError(f"{name} is not TOML: {str(error).splitlines()[0]}") from None
 
 
+@contextmanager
+def writing(place: Path, name: str = "") -> Iterator[None]:
+    """Raise `UsageError`, in front of which is ``name``, where the block cannot write to a file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{name}cannot write to {place}: {error.strerror or error}; make it writable, or name another"
+        ) from error
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write or replace a file in one step. Raise `OSError` if that fails; the former file is unchanged then."""
+    """Write or replace a file in one step. Raise `UsageError` if that fails; the former file is unchanged then."""
     with whole_file(path) as partial:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
@@ -73,11 +84,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     under_way.add(partial)
     try:
-        yield partial
-        if target.exists():
-            with suppress(OSError):
-                partial.chmod(target.stat().st_mode & 0o7777)
-        partial.replace(target)
+        with writing(path):
+            yield partial
+            if target.exists():
+                with suppress(OSError):
+                    partial.chmod(target.stat().st_mode & 0o7777)
+            partial.replace(target)
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -33,7 +33,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.pytrees import tree_leaves
 from jettison.capture.signature import global_signature
 from jettison.capture.state_kinds import TENSOR_HOOKS, hooks_of
-from jettison.core.errors import JettisonError, UsageError
+from jettison.core.errors import JettisonError, UsageError, warn
 from jettison.core.files import read_text, write_whole
 from jettison.core.process import cpu_name
 from jettison.core.progress import Progress, Shown
@@ -109,7 +109,7 @@ class KeptPlans:
         return self.plans
 
     def write(self, plans: Sequence[Plan], *, state_bytes: int, planning_seconds: float) -> None:
-        """Keep new plans, in an atomic write. A failure to write does not stop training."""
+        """Keep new plans, in an atomic write. A failure to write is a warning."""
         kept = {
             "for": self.facts,
             "others": [plan.document() for plan in plans[1:]],
@@ -124,7 +124,7 @@ class KeptPlans:
                 _kept_in(self.file.read_text(encoding="utf-8"), self.file)
             write_whole(self.file, text)
         except (OSError, UsageError) as error:
-            self._log(f"the plan cannot be kept in {self.file}: {error}")
+            warn(f"the plan cannot be kept in {self.file}: {error}")
 
     def _log(self, text: str) -> None:
         self.progress.line(text) if isinstance(self.progress, Shown) else self.progress(text)

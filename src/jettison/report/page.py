@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from jettison import __version__
 from jettison.core.errors import UsageError
-from jettison.core.files import read_table, write_whole
+from jettison.core.files import read_table, write_whole, writing
 
 VENDOR: Final = ("vendor/d3.min.js", "vendor/plot.min.js")
 INFLATE: Final = "vendor/pako_inflate.min.js"
@@ -157,13 +157,11 @@ def require_browser() -> str:
 def save_figures(html: str, folder: Path) -> list[Path]:
     """Each figure of the page as ID.svg and ID.png. `UsageError` without a browser, a drawn page, or a folder."""
     program = require_browser()
-    try:
+    with writing(folder, "--figures: "):
         folder.mkdir(parents=True, exist_ok=True)
         found = {folder / name: content for name, content in _drawn(program, html)}
         for path, content in found.items():
             write_whole(path, content)
-    except OSError as error:
-        raise UsageError(f"--figures: cannot write to {folder}: {error.strerror or error}") from error
     return list(found)
 
 

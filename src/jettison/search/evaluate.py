@@ -26,6 +26,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from jettison import __version__
 from jettison.core.errors import Infeasible, UsageError
+from jettison.core.files import writing
 from jettison.core.objects import grouped
 from jettison.core.process import SELDOM, deaf_to_interrupts, end_pool, seldom_collected
 from jettison.predict.forecast import Forecast, forecast_sizes
@@ -275,14 +276,10 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with writing(path, "--state: "):
             self.known, whole = _read(path)
             self._file = path.open("a", encoding="utf-8")
             self._file.truncate(whole)
-        except OSError as error:
-            raise UsageError(
-                f"--state {path}: {error.strerror or error}; expected a file that can be written"
-            ) from None
         if not whole:
             self._file.write(f"{_HEADER}\n")
             self._file.flush()

@@ -7,7 +7,6 @@ the plan that the run follows, if any.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -15,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError, install
-from jettison.core.files import write_whole
+from jettison.core.files import write_whole, writing
 from jettison.core.progress import Progress
 from jettison.core.units import format_bytes, format_percent, format_seconds
 from jettison.ledger.step_levels import StepLevels
@@ -48,12 +47,10 @@ class RunLog:
         """Open the log, and drop steps that will be repeated. Raise `UsageError` if the folder cannot be written to."""
         self.path = folder / _FILE
         self._warn = warn
-        try:
+        with writing(folder, "log.folder: "):
             folder.mkdir(parents=True, exist_ok=True)
             _cut(self.path, resumed_step)
             self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"log.folder: cannot write to {folder}: {error.strerror or error}") from error
         self._failed = False
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
@@ -90,7 +87,7 @@ class RunLog:
             self._failed = True
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a failed write was warned of
+        with suppress(OSError):  # a failed write was warned of
             self._file.close()
         if self._board is not None:
             self._board.close()
@@ -238,15 +235,11 @@ def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress)
     with ExitStack() as held:
         seen: set[Path] = set()
         for key, folder in folders.items():
-            try:
+            with writing(folder, f"{key}: "):
                 held.enter_context(_made(folder))
                 if leads and folder.resolve() not in seen:
                     held.enter_context(_locked(key, folder, warn))
                 _try(folder, rank)
-            except OSError as error:
-                raise UsageError(
-                    f"{key}: cannot write to {folder}: {error.strerror or error}; make it writable, or name another"
-                ) from error
             seen.add(folder.resolve())
         yield
 
@@ -296,7 +289,7 @@ def _made(folder: Path) -> Iterator[None]:
         yield
     finally:
         if ours:
-            with contextlib.suppress(OSError):  # it is in use
+            with suppress(OSError):  # it is in use
                 folder.rmdir()
 
 
@@ -345,12 +338,10 @@ def require_place(section: ExportSection) -> None:
         raise UsageError(
             f"export.folder: {folder} is there already; name another, or set overwrite = true to replace it"
         )
-    try:
+    with writing(folder.parent, "export.folder: "):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial_of(folder).mkdir(exist_ok=True)
         remove(partial_of(folder))
-    except OSError as error:
-        raise UsageError(f"export.folder: cannot write to {folder.parent}: {error.strerror or error}") from error
 
 
 def partial_of(folder: Path) -> Path:

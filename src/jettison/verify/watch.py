@@ -90,12 +90,17 @@ class LoopWatch:
         facts = MemoryFacts(source="", failed=False, steps=levels)
         if not self._said_growth and (growth := grown_bytes(facts)):
             self._said_growth = True
-            path = self.write()
             warn(
-                f"between steps {format_bytes(growth)} more are allocated than after the first two; "
-                f"see: jettison doctor --oom {path}",
+                f"between steps {format_bytes(growth)} more are allocated than after the first two; {self.written()}",
                 RuntimeWarning,
             )
+
+    def written(self, error: str = "") -> str:
+        """Write the record so far, and return how it is read. A failure to write does not end the loop."""
+        try:
+            return f"see: jettison doctor --oom {self.write(error)}"
+        except OSError as failed:
+            return f"{self.out} cannot be written: {failed.strerror or failed}"
 
     def write(self, error: str = "") -> Path:
         """Write the record so far and return its file."""
@@ -161,8 +166,7 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
             text = str(error)
             if "out of memory" not in text and "you tried to allocate" not in text:
                 raise
-            path = found.write("".join(traceback.format_exception(error)))
-            error.add_note(f"what was seen before is in {path}: jettison doctor --oom {path}")
+            error.add_note(found.written("".join(traceback.format_exception(error))))
             raise
 
 
