@@ -231,7 +231,7 @@ def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
         (["verify", "live_models:trio"], "exactly one of a plan file, --budget, --recompute and --given"),
         (["ledger", "live_models.py:trio"], "give the module, without .py: live_models:trio"),
         (["doctor", __file__], f"without a flag; give --oom {__file__}"),
-        (["estimate", "llama3-8b"], "estimate needs --gpu"),
+        (["estimate", "llama3-8b"], "estimate needs --gpu: GPU of the run, such as h100-80gb"),
         (["ledger", "llama3-8b", "--quantize", "4bit"], "try --base nf4"),
         (["legder", "x"], "legder"),
         (["ledger", ".", "--trace"], "has no config.json"),

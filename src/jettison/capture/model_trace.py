@@ -153,8 +153,8 @@ def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
         scalars = [at for at, one in parts if isinstance(one, Tensor) and one.numel() == 1]
         such = f"lambda output: output[{scalars[0]}]" if scalars else "..."
         raise TraceError(
-            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn, which makes one of the "
-            f"output: loss_fn={such}, or the third of (model, batch, loss_fn) that a factory returns"
+            f"no scalar loss: got {got}; expected output.loss (are labels in the batch?), a scalar output, or loss_fn, "
+            f"which makes one of the output: loss_fn={such}, or the third of (model, batch, loss_fn) of a factory"
         )
     return loss
 

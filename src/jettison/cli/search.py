@@ -92,8 +92,8 @@ def command(
 ) -> None:
     """Find the fastest layout, batch and recompute plan, why it wins, and what more memory would buy.
 
-    Every axis that no flag fixes is searched, exhaustively. Plans that are too close to call are listed where none
-    fits. Exit code 3: none may fit.
+    Every axis that no flag fixes (--tp 8) or limits (--tp 2,4,8) is searched, exhaustively. Plans that are too close to
+    call are listed where none fits. Exit code 3: none may fit.
     """
     refuse_to_overwrite(out, force=force)
     model, request, found = sourced(model, request, source, verb="search", gpus=flags.gpus)

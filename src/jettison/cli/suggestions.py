@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -33,7 +34,8 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, UnknownOptionError) and error.token.keyword:
         return _unknown(message, str(error.token.keyword), arguments)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
-        name, what = error.argument.name, str(error.argument.parameter.help or "").rstrip(".")
+        name, described = error.argument.name, app[_verb(arguments)].assemble_argument_collection(parse_docstring=True)
+        what = next(str(one.parameter.help or "") for one in described if one.name == name).rstrip(".")
         given = f"got {name} without a value" if name in arguments else f"{_verb(arguments)} needs {name}"
         return f"{given}: {what}" if what else given
     if isinstance(error, UnusedCliTokensError):
@@ -91,12 +93,9 @@ def misplaced_file(arguments: Sequence[str]) -> str | None:
     """Return the message about an argument's file that another command reads; None where there is none."""
     from jettison.cli.file_kinds import misplaced
 
-    verb = _verb(arguments)
-    before = ""
-    for word in arguments[1:]:
-        if not word.startswith("-") and before not in WRITTEN and (said := misplaced(Path(word), verb)):
+    for before, word in pairwise(arguments):
+        if not word.startswith("-") and before not in WRITTEN and (said := misplaced(Path(word), _verb(arguments))):
             return said
-        before = word
     return None
 
 
