@@ -290,7 +290,9 @@ def test_parts_of_ligers_kernels(write: Any) -> None:
     parts = {"fused_linear_cross_entropy": False, "rope": False}
     found = read_run(write(plain, liger_kernel_config=parts))
     assert (found.request.kernels, found.request.loss) == ("liger", "upcast")
-    for name, value in (("cross_entropy", True), ("rms_norm", False), ("novel", True)):
+    alone = read_run(write(plain, liger_kernel_config={"fused_linear_cross_entropy": False, "cross_entropy": True}))
+    assert alone.request.loss == "in-forward"
+    for name, value in (("rms_norm", False), ("novel", True)):
         with pytest.raises(UsageError, match=rf"liger_kernel_config\.{name} = "):
             read_run(write(plain, liger_kernel_config={name: value}))
     both = {"base_model": "gpt2", "micro_batch_size": 1, "flash_attention": True, "eager_attention": True}
@@ -595,6 +597,7 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     found = _fields(read_run(write(plain, **liger)))
     assert (found["kernels"], found["loss"]) == ("liger", "upcast")
     assert read_run(write(plain, **liger, liger_fused_linear_cross_entropy=True)).request.loss == "fused"
+    assert read_run(write(plain, **liger, liger_cross_entropy=True)).request.loss == "in-forward"
     without = read_run(write(plain, **{**liger, "plugins": [], "liger_fused_linear_cross_entropy": True}))
     assert (without.request.kernels, without.request.loss) == (None, None)
     assert any("LigerPlugin in plugins liger_* have no effect" in note for note in without.notes)

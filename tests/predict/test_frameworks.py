@@ -58,6 +58,7 @@ def head_peak(loss: str, seq: int, vocab: int) -> int:
         ("vocab-parallel", 6),
         ("native", 10),
         ("te", 2),
+        ("in-forward", 6),
         ("compiled", 4),
         ("upcast", 12),
         ("chunked-cross-entropy", 6.125),

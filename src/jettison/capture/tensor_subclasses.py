@@ -71,9 +71,7 @@ def _kind(cls: type) -> _Wrapper:
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and issubclass(cls, functional.AsyncCollectiveTensor):
         return _Wrapper.ASYNCHRONOUS
-    if (cls.__module__, cls.__qualname__) in QUANTIZED:
-        return _Wrapper.QUANTIZED
-    return _Wrapper.PLAIN
+    return _Wrapper.QUANTIZED if (cls.__module__, cls.__qualname__) in QUANTIZED else _Wrapper.PLAIN
 
 
 def _kind_of(tensor: Any) -> _Wrapper:

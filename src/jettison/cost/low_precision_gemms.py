@@ -88,9 +88,7 @@ class LowPrecisionGemms:
 
     def dtype_of(self, step: TapeOp) -> str | None:
         """Dtype of a quantised GEMM, by its name in `cost.kernel`; None if it is not quantised."""
-        if self.takes(step) or self._experts(step):
-            return self._by(step).dtype
-        return None
+        return self._by(step).dtype if self.takes(step) or self._experts(step) else None
 
     def _stays_wide(self, step: TapeOp) -> bool:
         return bool(step.weights) and step.weights[0].recipe == BF16_GEMMS

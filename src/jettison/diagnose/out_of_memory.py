@@ -74,9 +74,7 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
         held = f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's"
         claim = f"{held} ({device_of(facts.device).outside}); {format_gib(short)} are missing"
         return _finding(FindingKind.OUTSIDE, claim, facts, advice.against_outside(facts))
-    if elsewhere >= much:
-        return _others(facts, short)
-    return None
+    return _others(facts, short) if elsewhere >= much else None
 
 
 def _finding(

@@ -270,14 +270,17 @@ def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
     return loss
 
 
-def _te(w: Writer, logits: Value, labels: Value) -> Value:
-    """TransformerEngine's ``parallel_cross_entropy``, versions 2.0 to 2.14: 2 bytes a logit, before and after.
+def _in_forward(w: Writer, logits: Value, labels: Value) -> Value:
+    """One kernel whose forward writes the gradient over the logits, which is saved; backward scales it in place.
 
-    ``transformer_engine/pytorch/triton/cross_entropy.py``, ``cross_entropy_forward``: the kernel writes the gradient
-    over ``_input`` and returns it to be saved; backward scales it in place. (From 2.18 on it is fp32, apart.)
+    TransformerEngine's ``parallel_cross_entropy``, versions 2.0 to 2.14 (``pytorch/triton/cross_entropy.py``,
+    ``cross_entropy_forward``): 2 bytes a logit, before and after. (From 2.18 on it is fp32, apart.) Liger-Kernel's
+    ``cross_entropy=True`` (ead96b6, ``ops/cross_entropy.py``) gets what ``ForCausalLMLoss`` casts to fp32: 6 bytes.
     """
+    narrow = w.kernels.loss is Loss.TE
+    logits = logits if narrow else cast(w, logits, "float32")
     kept = [Saved(logits, "gradient of the logits")]
-    name = "te_parallel_cross_entropy"
+    name = f"{'te_parallel' if narrow else 'in_forward'}_cross_entropy"
     return w.tape.op(name, [logits, labels], (), "float32", (), saves=kept, grad=True, in_place=True)
 
 
@@ -343,7 +346,8 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.VOCAB_PARALLEL: _over_shards,
         Loss.SHARDED: _over_shards,
         Loss.NATIVE: _over_shards,
-        Loss.TE: _te,
+        Loss.TE: _in_forward,
+        Loss.IN_FORWARD: _in_forward,
         Loss.IN_PLACE: _in_place,
         Loss.COMPILED: _compiled,
         Loss.DTENSOR: _dtensor,

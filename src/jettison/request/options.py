@@ -44,7 +44,7 @@ class CommonRequest:
             axolotl-liger, litgpt, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
         attention: eager, sdpa, flash, flex or flash-attn (the library, with its copies) [default: as --kernels].
         loss: upcast, in-loop, uncast, chunked-cross-entropy, in-place, compiled, dtensor, vocab-parallel, sharded,
-            native, te, fused, chunked, chunked-output, tiled or dpo [default: as --kernels].
+            native, te, in-forward, fused, chunked, chunked-output, tiled or dpo [default: as --kernels].
         dropout: Dropout probability, wherever the architecture has dropout [default: the model's].
         workspaces: cuBLAS workspaces: none, torch-ampere, torch-hopper, torch-blackwell, te-ampere, te-hopper or
             te-blackwell (before pytorch#175344) [default: none].

@@ -43,6 +43,7 @@ class Loss(StrEnum):
     SHARDED = "sharded"  # nanotron's: the same in a second copy, while the caller keeps its fp32 logits
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
     TE = "te"  # TransformerEngine's: the forward overwrites the 16-bit logits with the gradient
+    IN_FORWARD = "in-forward"  # the same on the fp32 copy of the logits that transformers' models make
     IN_PLACE = "in-place"  # one kernel that saves logits; backward overwrites them with the gradient
     COMPILED = "compiled"  # cross_entropy under torch.compile: 16-bit logits and two numbers a row
     DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: up to four fp32 copies at once

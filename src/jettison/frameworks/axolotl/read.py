@@ -124,7 +124,7 @@ def _liger(keys: Keys) -> None:
     if keys.on("liger_fused_linear_cross_entropy"):
         keys.give("loss", "fused", "liger_fused_linear_cross_entropy")
     elif keys.on("liger_cross_entropy"):
-        keys.refuse("liger_cross_entropy", "Liger's unfused cross entropy is not modelled")
+        keys.give("loss", "in-forward", "liger_cross_entropy")
 
 
 def _lora_kernels(keys: Keys) -> None:

@@ -50,7 +50,8 @@ def read(keys: Keys) -> None:
         keys.give("kernels", "liger", "use_liger_kernel")
         if not trl and keys.field("loss") is None:  # TRL has its own head with Liger's norms and gates
             fused = keys.on("liger_kernel_config.fused_linear_cross_entropy", True)
-            keys.give("loss", "fused" if fused else "upcast", "use_liger_kernel")
+            alone = keys.on("liger_kernel_config.cross_entropy")
+            keys.give("loss", "fused" if fused else "in-forward" if alone else "upcast", "use_liger_kernel")
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if older:  # ``SFTConfig`` before 0.20; bf16 is the default since 0.19, gradient_checkpointing since 0.22
