@@ -14,6 +14,7 @@ from jettison.spec.hardware import Delays, Edges, EdgesOf, Reached, hardware, ha
 NAMES = (
     "a10-24gb",
     "a100-40gb",
+    "a100-64gb",
     "a100-80gb",
     "a40-48gb",
     "b200-192gb",
@@ -23,6 +24,7 @@ NAMES = (
     "gb300-288gb",
     "gh200-96gb",
     "gh200x4-96gb",
+    "h100-64gb",
     "h100-80gb",
     "h100-96gb",
     "h100-pcie-80gb",
@@ -87,6 +89,8 @@ def test_every_bandwidth_but_the_memorys_says_what_it_is_of(name: str) -> None:
         ("gh200-96gb", 990, 4000, 94.50),
         ("gh200x4-96gb", 990, 4000, 94.50),
         ("b300-288gb", 2250, 8000, 267.69),
+        ("a100-64gb", 358.2, 1631, 63.42),
+        ("h100-64gb", 989.4, 1631, 63.59),
         ("rtx3090-24gb", 71, 936, 23.69),
         ("rtx5080-16gb", 112.6, 960, 15.47),
     ],
@@ -105,6 +109,7 @@ CLOCKS = {
     "t4-16gb": (1590, 512, 64),
     "rtx2080ti-11gb": (1545, 256, 64),
     "a10-24gb": (1695, 512, 128),
+    "a100-64gb": (1410, 1024, 64),
     "a40-48gb": (1740, 512, 128),
     "rtxa6000-48gb": (1800, 512, 128),
     "rtx3080-10gb": (1710, 256, 128),
@@ -212,11 +217,11 @@ def test_a_part_that_only_one_name_has(short: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("a100", "may be a100-40gb or a100-80gb"),
-        ("h100", "may be h100-80gb or h100-96gb or h100-pcie-80gb"),
+        ("a100", "may be a100-40gb or a100-64gb or a100-80gb"),
+        ("h100", "may be h100-64gb or h100-80gb or h100-96gb or h100-pcie-80gb"),
         ("4090", "the closest are rtx4090-24gb"),
         ("mi300", "the closest are mi300x-192gb"),
-        ("cray-1", "expected one of a10-24gb, a100-40gb, a100-80gb"),
+        ("cray-1", "expected one of a10-24gb, a100-40gb, a100-64gb"),
     ],
 )
 def test_other_names_are_refused_with_a_choice(word: str, says: str) -> None:
