@@ -300,7 +300,7 @@ def one_thread():
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Small shapes: plausible figures, the same random numbers afterwards, and a file that reads back."""
-    monkeypatch.setattr(session, "sizes_for", lambda device, *, short: FAST)
+    monkeypatch.setattr(probes, "sizes_for", lambda device, *, short: FAST)
     monkeypatch.setattr(session, "FULL_SECONDS", 0.5)
     monkeypatch.setattr(probes, "GIVE_UP_SECONDS", PATIENCE)
     torch.manual_seed(3)

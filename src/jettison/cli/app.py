@@ -181,11 +181,7 @@ class Answered(Exception):
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Around what judges a document that has been delivered.
-
-    Raises:
-        Answered: it was judged to be no good.
-    """
+    """Around what judges a document that has been delivered. Raise `Answered` if it was judged to be no good."""
     try:
         yield
     except JettisonError as error:
@@ -193,10 +189,8 @@ def answered() -> Iterator[None]:
 
 
 def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
-    """Check before long work that files can be written.
-
-    Raises:
-        UsageError: one is there already, is a folder, or its folder is not there or read-only.
+    """Check before long work that files can be written. Raise `UsageError` if one is there already, is a folder, or its
+    folder is not there or read-only.
     """
     for out in (file for file in files if file is not None):
         if out.is_dir():

@@ -81,11 +81,7 @@ class DemoResult:
         return tuple(found)
 
     def require(self) -> None:
-        """Nothing, if all was shown.
-
-        Raises:
-            ProofFailed: something was not.
-        """
+        """Nothing, if all was shown. Raise `ProofFailed` if something was not."""
         if self.failures():
             raise ProofFailed("the demo did not show what it should: " + "; ".join(self.failures()))
 
@@ -112,9 +108,7 @@ def run_demo(
     out: Path, *, steps: int, size: DemoSize | None = None, rounds: int = 6, progress: Progress = silent
 ) -> DemoResult:
     """Train twice, prove, and write ``plan.json``, ``proof.json`` and ``report.html`` into ``out`` (they are replaced).
-
-    Raises:
-        UsageError: ``steps`` is not at least 1, or ``out`` cannot be a folder.
+    Raise `UsageError` if ``steps`` is not at least 1, or ``out`` cannot be a folder.
     """
     if steps < 1:
         raise UsageError(f"got {steps} steps; expected 1 or more")

@@ -176,10 +176,8 @@ OOM_SCHEMA = "jettison.oom/1"
 
 
 def diagnose_oom(path: Path) -> FindingsReport:
-    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log.
-
-    Raises:
-        UsageError: it says nothing about it.
+    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log. Raise `UsageError`
+    if it says nothing about it.
     """
     if is_snapshot(path):
         facts = facts_of_snapshot(read_snapshot(path))
@@ -209,11 +207,7 @@ def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
 
 
 def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[str], None]) -> Calibration:
-    """Measure this machine.
-
-    Raises:
-        UsageError: torch is not installed, or there is no such device.
-    """
+    """Measure this machine. Raise `UsageError` if torch is not installed, or there is no such device."""
     say("loading torch")
     try:
         from jettison.diagnose.machine_calibration import calibrate

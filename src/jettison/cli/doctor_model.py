@@ -83,10 +83,8 @@ class _HazardWatch:
 
 
 def look_for_hazards(model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> tuple[Sighting, ...]:
-    """Run one training step of ``model`` and return what was seen. The step changes the model: pass a copy.
-
-    Raises:
-        UsageError: the output has no loss.
+    """Run one training step of ``model`` and return what was seen. The step changes the model: pass a copy. Raise
+    `UsageError` if the output has no loss.
     """
     watch, blocks = _HazardWatch(), find_blocks(model)
     modules = dict(model.named_modules())
@@ -295,10 +293,8 @@ SCHEMA: Final = "jettison.doctor_model/1"
 
 
 def diagnose_model(request: ModelRequest, *, progress: Progress) -> FindingsReport:
-    """Run one step of the model, or of fake tensors where a configuration says what it is, and say what was seen.
-
-    Raises:
-        UsageError: no such model.
+    """Run one step of the model, or of fake tensors where a configuration says what it is, and say what was seen. Raise
+    `UsageError` if there is no such model.
     """
     progress("building the model")
     loaded = load(request, fake=True)

@@ -6,21 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jettison.cli.app import (
-    LOCAL,
-    CompileFlags,
-    Described,
-    Flattened,
-    Force,
-    Format,
-    Out,
-    Price,
-    RunTokens,
-    Switch,
-    deliver,
-    refuse_to_overwrite,
-    verb,
-)
+from jettison.cli import app
+from jettison.cli.app import CompileFlags, Switch
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
@@ -55,33 +42,33 @@ class EstimateFlags(CompileFlags):
 
     gpu: str
     explain: Switch = False
-    tokens: RunTokens = None
-    price_per_gpu_hour: Price = None
-    timeline: Path | None = field(default=None, metadata=LOCAL)
-    snapshot: Path | None = field(default=None, metadata=LOCAL)
+    tokens: app.RunTokens = None
+    price_per_gpu_hour: app.Price = None
+    timeline: Path | None = field(default=None, metadata=app.LOCAL)
+    snapshot: Path | None = field(default=None, metadata=app.LOCAL)
 
 
-@verb("estimate")
+@app.verb("estimate")
 def command(
-    model: Described = None,
+    model: app.Described = None,
     /,
     *,
-    flags: Annotated[EstimateFlags, Flattened],
-    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
-    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
-    form: Format = "human",
-    out: Out = None,
-    force: Force = False,
+    flags: Annotated[EstimateFlags, app.Flattened],
+    request: Annotated[RunRequest, app.Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, app.Flattened] = NO_SOURCE,
+    form: app.Format = "human",
+    out: app.Out = None,
+    force: app.Force = False,
 ) -> None:
     """Estimate the time of a training step: seconds, tokens a second, MFU, and where the time goes."""
-    refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
+    app.refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
     model, request, source_file = sourced(model, request, source, verb="estimate")
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
     with progress() as say, in_keys_of(source_file):
         say("estimating")
         report = estimate(model, request, flags)
-    deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=report.warnings)
+    app.deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=report.warnings)
     if flags.timeline is not None or flags.snapshot is not None:
         from jettison.report.timeline_files import write_step_files
 

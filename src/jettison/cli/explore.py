@@ -59,10 +59,8 @@ def command(
 
 
 def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show: bool) -> None:
-    """Until Ctrl-C; the URL is what is printed.
-
-    Raises:
-        UsageError: a file was named as well, the port cannot be used, or the extra is not installed.
+    """Until Ctrl-C; the URL is what is printed. Raise `UsageError` if a file was named as well, the port cannot be
+    used, or the extra is not installed.
     """
     if out is not None:
         raise UsageError(f"got --out {out} and --serve; a page that is served is no file: drop one")

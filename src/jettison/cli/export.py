@@ -178,10 +178,8 @@ def _of_the_loop(run: Run) -> Iterator[str]:
 
 
 def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
-    """One file as ``out``, several into the folder ``out``; all of them, or none.
-
-    Raises:
-        UsageError: something is there already, ``out`` is a file where there are several, or names another format.
+    """One file as ``out``, several into the folder ``out``; all of them, or none. Raise `UsageError` if something is
+    there already, ``out`` is a file where there are several, or names another format.
     """
     if len(found.files) > 1 and out.is_file():
         raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")

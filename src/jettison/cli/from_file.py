@@ -62,15 +62,13 @@ def sourced(
     gpus: int | None = None,
     decides: Collection[str] = (),
 ) -> tuple[str, Any, RunFile | None]:
-    """The model and the request of a verb, with what a framework's file says where none was given.
+    """The model and the request of a verb, with what a framework's file says where none was given. Raise `UsageError`
+    for neither a model nor a file, or a file that cannot be read.
 
     Args:
         request: a `RunRequest`, or a `SearchRequest`, which takes the fields that it has.
         gpus: devices, where the verb has a flag for them.
         decides: fields that the verb decides itself, whatever the file says.
-
-    Raises:
-        UsageError: neither a model nor a file, or a file that cannot be read.
     """
     own_gpus = getattr(source, "gpus", None)
     if not source.from_file:

@@ -8,21 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jettison.cli.app import (
-    LOCAL,
-    Budget,
-    CompileFlags,
-    Flattened,
-    Force,
-    Model,
-    Out,
-    Switch,
-    answered,
-    deliver,
-    option,
-    refuse_to_overwrite,
-    verb,
-)
+from jettison.cli import app
+from jettison.cli.app import CompileFlags, Switch
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.files import read_text
@@ -66,40 +53,40 @@ class LedgerFlags(CompileFlags):
     """
 
     gpu: str | None = None
-    budget: Budget = None
+    budget: app.Budget = None
     fit: Switch = False
     explain: Switch = False
-    trace: Switch = field(default=False, metadata=LOCAL)
-    compare: Path | None = field(default=None, metadata=LOCAL)
+    trace: Switch = field(default=False, metadata=app.LOCAL)
+    compare: Path | None = field(default=None, metadata=app.LOCAL)
 
 
 UNASKED = LedgerFlags()
 
 
-@verb("ledger")
+@app.verb("ledger")
 def command(
-    model: Model = None,
+    model: app.Model = None,
     /,
     *,
-    flags: Annotated[LedgerFlags, Flattened] = UNASKED,
-    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
-    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
+    flags: Annotated[LedgerFlags, app.Flattened] = UNASKED,
+    request: Annotated[RunRequest, app.Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, app.Flattened] = NO_SOURCE,
     form: Annotated[
         Literal["human", "json", "csv"],
-        option(
+        app.option(
             "Output", "human, json (--json for short), or csv of saved tensors.", name="--format", show_choices=False
         ),
     ] = "human",
-    entries: Annotated[bool, option("Output", "Put saved tensors in JSON.", negative="--no-entries")] = True,
-    out: Out = None,
-    force: Force = False,
+    entries: Annotated[bool, app.option("Output", "Put saved tensors in JSON.", negative="--no-entries")] = True,
+    out: app.Out = None,
+    force: app.Force = False,
 ) -> None:
     """Show the memory of a training step, stage by stage: peak, states, and every tensor saved for backward.
 
     A preset or config.json is computed in closed form, without torch; a live model is traced. Exit code 3: the peak
     does not fit --gpu or --budget.
     """
-    refuse_to_overwrite(out, force=force)
+    app.refuse_to_overwrite(out, force=force)
     model, request, source_file = sourced(model, request, source, verb="ledger")
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
@@ -108,8 +95,8 @@ def command(
     report = replace(report, with_entries=entries)
     for warning in report.warnings:
         hint(f"note: {warning}")
-    deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv, source=source_file)
-    with answered():
+    app.deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv, source=source_file)
+    with app.answered():
         report.require()
 
 

@@ -9,24 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jettison.cli.app import (
-    LOCAL,
-    ON,
-    Answered,
-    Budget,
-    CompileFlags,
-    Flattened,
-    Force,
-    Format,
-    Model,
-    Out,
-    Switch,
-    asked,
-    deliver,
-    option,
-    refuse_to_overwrite,
-    verb,
-)
+from jettison.cli import app
+from jettison.cli.app import CompileFlags, Switch
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.files import write_whole
@@ -67,38 +51,38 @@ class PlanFlags(CompileFlags):
         snapshot: File for its allocations, as a CUDA memory snapshot.
     """
 
-    budget: Budget = None
+    budget: app.Budget = None
     gpu: str | None = None
     host_budget: str | None = None
     what_if: Switch = False
-    timeline: Path | None = field(default=None, metadata=LOCAL)
-    snapshot: Path | None = field(default=None, metadata=LOCAL)
+    timeline: Path | None = field(default=None, metadata=app.LOCAL)
+    snapshot: Path | None = field(default=None, metadata=app.LOCAL)
 
 
 UNASKED = PlanFlags()
 
 
-@verb("plan")
+@app.verb("plan")
 def command(
-    model: Model = None,
+    model: app.Model = None,
     /,
     *,
-    flags: Annotated[PlanFlags, Flattened] = UNASKED,
-    request: Annotated[RunRequest, Flattened] = NOTHING_ASKED,
-    source: Annotated[RunSourceFlags, Flattened] = NO_SOURCE,
+    flags: Annotated[PlanFlags, app.Flattened] = UNASKED,
+    request: Annotated[RunRequest, app.Flattened] = NOTHING_ASKED,
+    source: Annotated[RunSourceFlags, app.Flattened] = NO_SOURCE,
     write: Annotated[
-        bool, option("Output", "Write a copy of the --from file with the nearest recompute settings.", **ON)
+        bool, app.option("Output", "Write a copy of the --from file with the nearest recompute settings.", **app.ON)
     ] = False,
-    form: Format = "human",
-    out: Out = None,
-    force: Force = False,
+    form: app.Format = "human",
+    out: app.Out = None,
+    force: app.Force = False,
 ) -> None:
     """Plan which saved tensors to keep, recompute or offload, so that a training step fits a budget.
 
     A preset, a parallel layout or --gpu alone is planned in closed form, without torch. Otherwise a live model or
     config.json is traced; that plan can be applied and verified. Exit code 3: nothing fits.
     """
-    refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
+    app.refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
     back = _written_name(source, write, force=force)
     model, request, source_file = sourced(model, request, source, verb="plan", decides=DECIDED)
     if source_file is not None and source_file.compile:
@@ -109,10 +93,10 @@ def command(
     except Infeasible as error:
         if form == "json":
             print(json_text(infeasible_document(error, said(model, request, flags))), end="")
-            raise Answered(error) from None
+            raise app.Answered(error) from None
         raise
     warnings = getattr(report, "warnings", ())
-    deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=warnings)
+    app.deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=warnings)
     if back is not None and source_file is not None:
         from jettison.frameworks.write_back import write_back
 
@@ -149,7 +133,7 @@ def _written_name(source: RunSourceFlags, write: bool, *, force: bool) -> Path |
 
 def said(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
     """The request, as documents have it."""
-    return asked(model=model, flags=replace(flags, timeline=None, snapshot=None), request=request)
+    return app.asked(model=model, flags=replace(flags, timeline=None, snapshot=None), request=request)
 
 
 def plan(
@@ -292,11 +276,7 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
 
 
 def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | None:
-    """Return the host budget in bytes.
-
-    Raises:
-        UsageError: nothing is offloaded, or the host has less.
-    """
+    """Return the host budget in bytes. Raise `UsageError` if nothing is offloaded, or the host has less."""
     if text is None:
         return None
     nbytes = parse_bytes(text)

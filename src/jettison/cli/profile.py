@@ -78,10 +78,8 @@ def is_recorded(path: Path) -> bool:
 
 
 def require_target(target: str) -> None:
-    """Before torch is loaded: something is there that could run, or a name of Python's.
-
-    Raises:
-        UsageError: there is no such file, nothing in it, or it is of another kind.
+    """Before torch is loaded: something is there that could run, or a name of Python's. Raise `UsageError` if there is
+    no such file, nothing in it, or it is of another kind.
     """
     file = Path(target)
     wrong = "" if ":" in target or file.exists() else f"there is no file {target}"
@@ -95,14 +93,12 @@ def require_target(target: str) -> None:
 def profile_run(
     target: str, *, steps: int, gpu: Hardware | None, trace: Path | None, progress: Progress
 ) -> FindingsReport:
-    """Run a script or a recipe for some steps, and say what they show.
+    """Run a script or a recipe for some steps, and say what they show. Raise `UsageError` if there is no such file, or
+    no optimizer of torch's made so many steps.
 
     Args:
         target: a Python file, or a recipe as `train` takes it.
         trace: where the trace is kept.
-
-    Raises:
-        UsageError: there is no such file, or no optimizer of torch's made so many steps.
     """
     from jettison.cli.profile_run import record_run
 
@@ -117,13 +113,10 @@ def profile_run(
 
 
 def profile_files(files: Sequence[Path], gpu: Hardware | None, progress: Progress = silent) -> FindingsReport:
-    """Diagnose traces and snapshots of one run.
+    """Diagnose traces and snapshots of one run. Raise `UsageError` if one of them is neither.
 
     Args:
         gpu: its peak FLOP/s make MFU and HFU.
-
-    Raises:
-        UsageError: one of them is neither.
     """
     with uncollected():  # a trace is millions of small objects
         parts = [
@@ -287,11 +280,7 @@ def _document(trace: ProfilerTrace, found: StepProfile, used: dict[str, float], 
 
 
 def require_files(files: Sequence[Path]) -> None:
-    """All of them are traces or snapshots.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """All of them are traces or snapshots. Raise `UsageError` if one is not."""
     for file in files:
         if not is_recorded(file):
             raise UsageError(

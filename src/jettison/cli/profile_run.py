@@ -37,13 +37,11 @@ WARMUP_STEPS = 2
 def record_run(target: str, trace: Path, *, steps: int, progress: Progress) -> list[float]:
     """Run it until ``steps`` steps are recorded into a trace, after two, or it ends. Return the seconds of all steps.
 
-    Of a recipe nothing is kept: no log, no checkpoint, no weights.
+    Of a recipe nothing is kept: no log, no checkpoint, no weights. Raise `UsageError` if there is no such file, or no
+    optimizer of torch's made so many steps.
 
     Args:
         target: a Python file, or a recipe as `train` takes it.
-
-    Raises:
-        UsageError: there is no such file, or no optimizer of torch's made so many steps.
     """
     if steps < 1:
         raise UsageError(f"got --steps {steps}; expected 1 or more")
@@ -135,10 +133,8 @@ def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterato
 
 @contextmanager
 def _alone(made: Any) -> Iterator[None]:
-    """There can be one profiler at a time; torch 2.13 ends the process where a second one starts.
-
-    Raises:
-        UsageError: what runs inside starts one.
+    """There can be one profiler at a time; torch 2.13 ends the process where a second one starts. Raise `UsageError` if
+    what runs inside starts one.
     """
     kinds: tuple[tuple[Any, str], ...] = (
         (torch.profiler.profile, "start"),

@@ -51,14 +51,11 @@ def command(
 
 
 def report(files: Sequence[Path]) -> Report | SnapshotReport:
-    """Report one document, or compare two of a kind.
+    """Report one document, or compare two of a kind. Raise `UsageError` if one is none of these, or beyond the limits
+    of what is read; or if they are of two kinds, or more than two snapshots.
 
     Args:
         files: a plan, a proof, the log of a training run (its file or folder), or a CUDA memory snapshot.
-
-    Raises:
-        UsageError: one is none of these, or beyond the limits of what is read; or they are of two kinds, or more than
-            two snapshots.
     """
     pickles = [file for file in files if is_snapshot(file)]
     if pickles:
@@ -75,10 +72,8 @@ def report(files: Sequence[Path]) -> Report | SnapshotReport:
 
 
 def _refuse_old_pickle(path: Path) -> None:
-    """Pickles of protocol 0 and 1 are text, and would be called JSON that is broken.
-
-    Raises:
-        UsageError: the file is one: it ends as all pickles do, and does not begin as JSON does.
+    """Pickles of protocol 0 and 1 are text, and would be called JSON that is broken. Raise `UsageError` if the file is
+    one: it ends as all pickles do, and does not begin as JSON does.
     """
     try:
         with path.open("rb") as file:

@@ -8,23 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, SupportsIndex
 
-from jettison.cli.app import (
-    LOCAL,
-    Answered,
-    CompileFlags,
-    Described,
-    Flattened,
-    Force,
-    Format,
-    Out,
-    Price,
-    RunTokens,
-    Switch,  # noqa: F401 - annotations of the base class are resolved in this module
-    asked,
-    deliver,
-    refuse_to_overwrite,
-    verb,
-)
+from jettison.cli import app
+from jettison.cli.app import CompileFlags, Switch  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.cli.from_file import NO_SOURCE, SourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.core.objects import with_former_names
@@ -71,31 +56,31 @@ class SearchFlags(CompileFlags):
     global_batch: int | None = None
     budget: str | None = None
     margin: float = MARGIN
-    tokens: RunTokens = None
-    price_per_gpu_hour: Price = None
+    tokens: app.RunTokens = None
+    price_per_gpu_hour: app.Price = None
     top: int = field(default=10, metadata={"most": 100})
-    jobs: int | None = field(default=None, metadata=LOCAL)
-    state: Path | None = field(default=None, metadata=LOCAL)
+    jobs: int | None = field(default=None, metadata=app.LOCAL)
+    state: Path | None = field(default=None, metadata=app.LOCAL)
 
 
-@verb("search")
+@app.verb("search")
 def command(
-    model: Described = None,
+    model: app.Described = None,
     /,
     *,
-    flags: Annotated[SearchFlags, Flattened],
-    request: Annotated[SearchRequest, Flattened] = NOTHING_FIXED,
-    source: Annotated[SourceFlags, Flattened] = NO_SOURCE,
-    form: Format = "human",
-    out: Out = None,
-    force: Force = False,
+    flags: Annotated[SearchFlags, app.Flattened],
+    request: Annotated[SearchRequest, app.Flattened] = NOTHING_FIXED,
+    source: Annotated[SourceFlags, app.Flattened] = NO_SOURCE,
+    form: app.Format = "human",
+    out: app.Out = None,
+    force: app.Force = False,
 ) -> None:
     """Find the fastest layout, batch and recompute plan, why it wins, and what more memory would buy.
 
     Every axis that no flag fixes (--tp 8) or limits (--tp 2,4,8) is searched, exhaustively. Plans that are too close to
     call are listed where none fits. Exit code 3: none may fit.
     """
-    refuse_to_overwrite(out, force=force)
+    app.refuse_to_overwrite(out, force=force)
     model, request, found = sourced(model, request, source, verb="search", gpus=flags.gpus)
     if found is not None:
         if request.runs_on is None and found.framework in named("runs"):
@@ -113,13 +98,13 @@ def command(
         except NothingFits as error:
             if form == "json":
                 print(json_text(nothing(model, request, flags, error)), end="")
-                raise Answered(error) from None
+                raise app.Answered(error) from None
             raise
         except KeyboardInterrupt:
             if flags.state is not None:
                 hint(f"what was worked out is in {flags.state}: the same command goes on from there")
             raise
-    deliver(report.document, report.table, form=form, out=out, source=found, warnings=report.warnings)
+    app.deliver(report.document, report.table, form=form, out=out, source=found, warnings=report.warnings)
 
 
 def _require_devices(flags: SearchFlags) -> None:
@@ -132,7 +117,7 @@ def _require_devices(flags: SearchFlags) -> None:
 def nothing(model: str, request: SearchRequest, flags: SearchFlags, error: NothingFits) -> dict[str, object]:
     """Return the document that says that nothing fits."""
     unsaid = replace(flags, tokens=None, price_per_gpu_hour=None, jobs=None, state=None)
-    said = asked(model=model, flags=unsaid, request=request)
+    said = app.asked(model=model, flags=unsaid, request=request)
     assert flags.gpus is not None, "checked before the search"
     return nothing_document(model, flags.gpus, flags.gpu, error, said)
 

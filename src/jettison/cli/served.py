@@ -31,10 +31,8 @@ from jettison.search.search import NothingFits, SearchRequest
 
 
 def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
-    """Answer a `ServedQuestion`, as a dict. Uploads lie in the working directory meanwhile, under their names.
-
-    Raises:
-        JettisonError: what the verb says.
+    """Answer a `ServedQuestion`, as a dict. Uploads lie in the working directory meanwhile, under their names. Raise
+    `JettisonError` as the verb does.
     """
     name, config, form = asked["name"], asked["config"], SERVICE.forms[asked["verb"]]
     flags, request = form.flags(**asked["flags"]), form.request(**asked["run"])

@@ -70,10 +70,8 @@ def _by_new_names(message: str, arguments: Sequence[str]) -> str:
 
 
 def refuse_fractions(arguments: Sequence[str]) -> None:
-    """Refuse a fraction where a whole number is expected; the parser would take what stands before the point.
-
-    Raises:
-        UsageError: there is one.
+    """Refuse a fraction where a whole number is expected; the parser would take what stands before the point. Raise
+    `UsageError` if there is one.
     """
     if not any(_FRACTION.search(word) for word in arguments):
         return

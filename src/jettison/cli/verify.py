@@ -7,20 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from jettison.cli.app import (
-    Budget,
-    Flattened,
-    Force,
-    Format,
-    Out,
-    Switch,
-    answered,
-    asked,
-    deliver,
-    option,
-    refuse_to_overwrite,
-    verb,
-)
+from jettison.cli import app
+from jettison.cli.app import Switch
 from jettison.core.errors import ProofFailed, UsageError
 from jettison.core.parse_units import Tokens, parse_bytes
 from jettison.core.progress import Progress, silent
@@ -68,7 +56,7 @@ class VerifyFlags:
     """
 
     model: str | None = None
-    budget: Budget = None
+    budget: app.Budget = None
     recompute: str | None = None
     given: Switch = False
     step: str | None = None
@@ -90,41 +78,45 @@ OF_THE_MODEL: Final = ("seq", "micro_batch", "precision", "attention", "optimize
 """Flags that say how a configuration's model is built."""
 
 
-@verb("verify")
+@app.verb("verify")
 def command(
-    target: Annotated[str, option("Model", "plan.json of `jettison plan`, or a model: config.json or module:factory.")],
+    target: Annotated[
+        str, app.option("Model", "plan.json of `jettison plan`, or a model: config.json or module:factory.")
+    ],
     /,
     *,
-    flags: Annotated[VerifyFlags, Flattened] = UNASKED,
+    flags: Annotated[VerifyFlags, app.Flattened] = UNASKED,
     timeline: Annotated[
-        Path | None, option("Output", "Write a planned and a plain step here, for ui.perfetto.dev or chrome://tracing.")
+        Path | None,
+        app.option("Output", "Write a planned and a plain step here, for ui.perfetto.dev or chrome://tracing."),
     ] = None,
     snapshot: Annotated[
-        Path | None, option("Output", "Write their allocations here, as a CUDA memory snapshot: device 0 is planned.")
+        Path | None,
+        app.option("Output", "Write their allocations here, as a CUDA memory snapshot: device 0 is planned."),
     ] = None,
-    form: Format = "human",
-    out: Out = None,
-    force: Force = False,
+    form: app.Format = "human",
+    out: app.Out = None,
+    force: app.Force = False,
 ) -> None:
     """Prove a plan on the real model: gradients bitwise, predicted and measured peak, saved bytes, step time.
 
     Exit code 4: the proof failed.
     """
-    refuse_to_overwrite(out, timeline, snapshot, force=force)
+    app.refuse_to_overwrite(out, timeline, snapshot, force=force)
     seen: list[MemoryTimeline] | None = None if timeline is None and snapshot is None else []
     with progress() as say:
         require_known_file(target)
         say("loading torch")
         proof = prove(target, flags, seen=seen, progress=say)
-    said = asked(target=target, flags=flags)
-    deliver(proof.document, lambda: proof_table(proof), form=form, out=out, request=said)
+    said = app.asked(target=target, flags=flags)
+    app.deliver(proof.document, lambda: proof_table(proof), form=form, out=out, request=said)
     if seen:
         from jettison.report.timeline_files import write_timelines
 
         for line in write_timelines(target, seen, timeline=timeline, snapshot=snapshot):
             hint(line)
     if not proof.passed:
-        with answered():
+        with app.answered():
             raise ProofFailed("not proven: " + "; ".join(proof.failures()))
 
 
@@ -212,10 +204,8 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
 
 
 def request_for(target: str, *, model: str | None = None, **flags: Any) -> tuple[ModelRequest, Plan | None]:
-    """Read the target of `jettison verify`: a plan file with its model, or a model.
-
-    Raises:
-        UsageError: a flag contradicts what the plan was made for.
+    """Read the target of `jettison verify`: a plan file with its model, or a model. Raise `UsageError` for a flag that
+    contradicts what the plan was made for.
     """
     from jettison.models.live_model import ModelRequest
 

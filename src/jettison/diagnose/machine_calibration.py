@@ -33,25 +33,7 @@ from jettison.core.progress import Progress, silent
 from jettison.core.units import MIB, format_bytes
 from jettison.cost.kernel import Gemm, gemm_seconds
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.diagnose.probes import (
-    GIVE_UP_SECONDS,
-    Clock,
-    LinkFit,
-    OperandPool,
-    Probe,
-    Sizes,
-    attention_probes,
-    clock_for,
-    counted,
-    gemm_probes,
-    host_probes,
-    measure_link,
-    sizes_for,
-    step_of_blocks,
-    step_of_layers,
-    stream_probe,
-    time_probes,
-)
+from jettison.diagnose import probes
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 
 FULL_SECONDS, QUICK_SECONDS = 30.0, 5.0
@@ -72,7 +54,7 @@ def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0,
     """
     began = time.perf_counter()
     where = _device(device)
-    sizes = sizes_for(where, short=short)
+    sizes = probes.sizes_for(where, short=short)
     with private_randomness([where.type]), torch.cuda.device(-1 if where.index is None else where.index):
         measured = _measured(where, sizes, QUICK_SECONDS if short else FULL_SECONDS, ranks, say)
     found = fit(measured, describe(where))
@@ -87,31 +69,36 @@ def _device(name: str | None) -> torch.device:
     return torch.device(wanted)
 
 
-def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, say: Progress) -> Measured:
-    clock = clock_for(device)
+def _measured(device: torch.device, sizes: probes.Sizes, seconds: float, ranks: int, say: Progress) -> Measured:
+    clock = probes.clock_for(device)
     on_gpu = device.type == "cuda"
     gemms = {}
     for dtype in ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16"):
-        pool = OperandPool(sizes.pool_bytes, getattr(torch, dtype), device)
-        listed = list(gemm_probes(sizes, pool, dtype))
+        pool = probes.OperandPool(sizes.pool_bytes, getattr(torch, dtype), device)
+        listed = list(probes.gemm_probes(sizes, pool, dtype))
         budget = seconds * _SHARES["gemms"] / 2
-        took = time_probes([probe for _, probe in listed], clock, seconds=budget, say=say)
+        took = probes.time_probes([probe for _, probe in listed], clock, seconds=budget, say=say)
         samples = tuple((gemm, took[probe.name]) for gemm, probe in listed if probe.name in took)
         if samples:
             gemms[dtype] = samples
     if not gemms:
-        raise UsageError(f"no matmul took less than {GIVE_UP_SECONDS} s: the machine is too slow, or too busy")
+        raise UsageError(f"no matmul took less than {probes.GIVE_UP_SECONDS} s: the machine is too slow, or too busy")
     ordinary = torch.bfloat16 if on_gpu else torch.float32
     attention = _attention(
-        sizes, OperandPool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say
+        sizes, probes.OperandPool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say
     )
-    stream_bytes, stream = stream_probe(sizes, device)
-    (_, small), large = step_of_layers(8, 16, 2, device, ordinary), step_of_blocks(*sizes.block, device, ordinary)
-    (_, plain), (slots, hooked) = (step_of_layers(*sizes.layer, device, ordinary, hooked=on) for on in (False, True))
-    probes = [stream, Probe("tiny ops", small), Probe("ordinary ops", large)]
-    probes += [Probe("layers", plain), Probe("layers with hooks", hooked)]
-    took = time_probes(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
-    of_small, of_large = counted(small), counted(large)
+    stream_bytes, stream = probes.stream_probe(sizes, device)
+    (_, small), large = (
+        probes.step_of_layers(8, 16, 2, device, ordinary),
+        probes.step_of_blocks(*sizes.block, device, ordinary),
+    )
+    (_, plain), (slots, hooked) = (
+        probes.step_of_layers(*sizes.layer, device, ordinary, hooked=on) for on in (False, True)
+    )
+    calls = [stream, probes.Probe("tiny ops", small), probes.Probe("ordinary ops", large)]
+    calls += [probes.Probe("layers", plain), probes.Probe("layers with hooks", hooked)]
+    took = probes.time_probes(calls, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
+    of_small, of_large = probes.counted(small), probes.counted(large)
     return Measured(
         gemms=gemms,
         attention=attention,
@@ -121,40 +108,42 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
         hooks=(slots, took["layers"], took["layers with hooks"]),
         gap=_gap(device, clock, say) if on_gpu else None,
         host=_host(device, clock, say) if on_gpu else None,
-        link=measure_link(ranks, device.type, say) if ranks else None,
+        link=probes.measure_link(ranks, device.type, say) if ranks else None,
     )
 
 
 def _attention(
-    sizes: Sizes, pool: OperandPool, clock: Clock, seconds: float, say: Progress
+    sizes: probes.Sizes, pool: probes.OperandPool, clock: probes.Clock, seconds: float, say: Progress
 ) -> tuple[tuple[float, float, float], ...]:
-    listed = list(attention_probes(sizes, pool))
-    took = time_probes([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
+    listed = list(probes.attention_probes(sizes, pool))
+    took = probes.time_probes(
+        [probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say
+    )
     known = [(flops, one.name, both.name) for _, flops, one, both in listed if {one.name, both.name} <= took.keys()]
     return tuple((flops, took[one], took[both]) for flops, one, both in known)
 
 
-def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
+def _gap(device: torch.device, clock: probes.Clock, say: Progress) -> float:
     """Seconds of one kernel with next to nothing to do, of many that the device was given at once."""
     x = torch.zeros(8, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
             x.add_(1.0)
-    probe = Probe("gaps between kernels", lambda _turn: graph.replay())
-    return time_probes([probe], clock, seconds=1.0, needed=True, say=say)[probe.name] / CHAIN
+    probe = probes.Probe("gaps between kernels", lambda _turn: graph.replay())
+    return probes.time_probes([probe], clock, seconds=1.0, needed=True, say=say)[probe.name] / CHAIN
 
 
-def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.0) -> tuple[int, float, float]:
-    there, back = host_probes(HOST_BYTES, device)
-    took = time_probes([there, back], clock, seconds=seconds, needed=True, say=say)
+def _host(device: torch.device, clock: probes.Clock, say: Progress, seconds: float = 2.0) -> tuple[int, float, float]:
+    there, back = probes.host_probes(HOST_BYTES, device)
+    took = probes.time_probes([there, back], clock, seconds=seconds, needed=True, say=say)
     return HOST_BYTES, took[there.name], took[back.name]
 
 
 def host_link(device: torch.device) -> float:
     """Bytes a second between an accelerator and its host, in the slower direction: half a second's measuring."""
     with torch.cuda.device(device):  # whose work the clock waits for
-        nbytes, there, back = _host(device, clock_for(device), silent, seconds=0.5)
+        nbytes, there, back = _host(device, probes.clock_for(device), silent, seconds=0.5)
     return nbytes / max(there, back)
 
 
@@ -180,7 +169,7 @@ def describe(device: torch.device) -> Hardware:
         name=cpu_name(),
         memory_bytes=memory,
         usable_bytes=available,
-        source=f"{source}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {clock_for(device)}",
+        source=f"{source}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {probes.clock_for(device)}",
         usable_source="memory that was available when this was measured",
         units=threads,
         node=1,
@@ -326,7 +315,7 @@ class Measured:
     hooks: tuple[int, float, float]
     gap: float | None = None
     host: tuple[int, float, float] | None = None
-    link: LinkFit | None = None
+    link: probes.LinkFit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

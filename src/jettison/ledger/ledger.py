@@ -155,10 +155,8 @@ ENTRY_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(SavedTensor))
 class Ledger(Sequence[SavedTensor]):
     """An immutable sequence of entries, with the order of the layers.
 
-    ``layers`` may name layers that save nothing. By default it is the order in which entries first mention them.
-
-    Raises:
-        UsageError: ``layers`` repeats a name or lacks the layer of an entry.
+    ``layers`` may name layers that save nothing. By default it is the order in which entries first mention them. Raise
+    `UsageError` if it repeats a name or lacks the layer of an entry.
     """
 
     entries: tuple[SavedTensor, ...] = ()

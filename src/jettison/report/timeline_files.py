@@ -562,14 +562,12 @@ def write_timelines(
 
 
 def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot: Path | None) -> Iterator[str]:
-    """Write an estimated run's first two steps, and say what was written.
+    """Write an estimated run's first two steps, and say what was written. Raise `UsageError` for more micro-batches
+    than a viewer could show.
 
     Args:
         timeline: for a Chrome trace.
         snapshot: for a CUDA memory snapshot; device n is pipeline stage n.
-
-    Raises:
-        UsageError: more micro-batches than a viewer could show.
     """
     played = partial(step_trace, report.model, report.memory, report.found)
     return _write(timeline, lambda: chrome_json(played()), snapshot, lambda: played(by_tensor=True).memory)
