@@ -258,7 +258,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.core.errors import NotDescribed, UsageError
     from jettison.families.config import TOWERS, parse_config
     from jettison.formula.region import parameter_count
-    from jettison.models.recorded import recorded_model, with_towers
+    from jettison.models.recorded_models import recorded_model, with_towers
     from jettison.predict.forecast import forecast
     from jettison.request.options import RunRequest
     from jettison.request.resolve import resolve
@@ -342,7 +342,7 @@ def _traced(values: Mapping[str, Any], kind: str, seq: int | None) -> tuple[tupl
     import torch
 
     from jettison.capture.blocks import find_blocks, only_blocks
-    from jettison.capture.fakes import fake_mode
+    from jettison.capture.fake_copies import fake_mode
     from jettison.capture.ledger_entries import ledger_of
     from jettison.capture.tracer import trace_model
     from jettison.models.huggingface import ConfigRequest, batch_for, build, config_of

@@ -29,7 +29,7 @@ from jettison.predict.forecast import available_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search import auto_recompute
-from jettison.solve import bound, host_budget, labels, solver
+from jettison.solve import bound, host_budget, label_setting, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.shortest_path import least_of, walks
 from jettison.spec.hardware import hardware
@@ -197,7 +197,7 @@ def _zeros(budgeted: bound.BudgetedWalk) -> bound.Relaxation:
 Off: TypeAlias = tuple[Any, str, Any]
 """A module or class, a name in it, and what stands there instead."""
 
-_NO_NUMPY: Sequence[Off] = ((labels, "np", None), (host_budget, "np", None))
+_NO_NUMPY: Sequence[Off] = ((label_setting, "np", None), (host_budget, "np", None))
 _NO_HIGHS: Sequence[Off] = ((solver, "relaxation", _zeros),)
 _NO_ROUNDING: Sequence[Off] = ((solver, "rounded", lambda *_: iter(())),)
 

@@ -67,9 +67,9 @@ def young() -> None:
 def patient() -> None:
     """A kernel that is priced in a process of its own may be long in coming."""
     if "torch" in sys.modules:
-        from jettison.dryrun import worker
+        from jettison.dryrun import kernel_process
 
-        worker.SECONDS = PATIENCE
+        kernel_process.SECONDS = PATIENCE
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.recorder import TensorRef, are_apart
 from jettison.capture.tracer import trace_region
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import jettison
-from jettison.capture.copies import close_over_copies
-from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.deep_copies import close_over_copies
+from jettison.capture.fake_copies import fake_copy, fake_mode
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from support.toys import Words

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_copy, fake_mode
 from jettison.verify.differences import independent_copy
 
 

@@ -12,7 +12,7 @@ SCRIPT = """
 import json, resource
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.tracer import trace_model
 
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,

@@ -10,7 +10,7 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Half, Kernel, kernel_seconds
-from jettison.cost.launches import work
+from jettison.cost.region_kernels import work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.time import estimate

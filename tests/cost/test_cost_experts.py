@@ -17,8 +17,8 @@ from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Gemm, Kernel, kernel_seconds
-from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
 from jettison.cost.region import PriceModel
+from jettison.cost.region_kernels import CLAMPS, WIDE_BIAS, work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.request.options import RunRequest

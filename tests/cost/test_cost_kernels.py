@@ -15,8 +15,8 @@ from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
 from jettison.cost.kernel import Gemm, Half, Kernel, gemm_seconds, kernel_seconds, memory_seconds, rate
-from jettison.cost.launches import aligned, groups, work
 from jettison.cost.region import PriceModel, RegionSeconds
+from jettison.cost.region_kernels import aligned, groups, work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.request.options import RunRequest

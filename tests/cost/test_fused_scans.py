@@ -12,7 +12,7 @@ from benchmarks.newer_runs import GPUS, NEMOTRON_3_NANO
 
 from jettison.cost.execution import Execution, Fusion
 from jettison.cost.kernel import Half, Kernel, kernel_seconds
-from jettison.cost.launches import work
+from jettison.cost.region_kernels import work
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.request.options import RunRequest

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import Kernel
-from jettison.cost.launches import work
+from jettison.cost.region_kernels import work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.request.options import RunRequest

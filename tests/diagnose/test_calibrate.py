@@ -21,7 +21,7 @@ from jettison.cli import doctor
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.cost.kernel import Gemm, gemm_seconds
-from jettison.cost.launches import FLASH_BACKWARD
+from jettison.cost.region_kernels import FLASH_BACKWARD
 from jettison.diagnose import machine_calibration as session
 from jettison.diagnose import probes
 from jettison.diagnose.machine_calibration import Calibration, Measured, calibrate, fit, hardware_toml

@@ -13,9 +13,9 @@ import jettison
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.diagnose.advice import Trainer, trainer_of, trainers
-from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import WatchRecord, decoded, facts_of_log, read_oom_log, read_watch_record
+from jettison.diagnose.memory_facts import MemoryFacts, StepPhase
 from jettison.diagnose.out_of_memory import diagnose_memory
 from support.oom_logs import MODEL, OWN, REPORTED, Case, new
 from support.oom_logs_of_drivers import ELSEWHERE, NOT_MEMORY

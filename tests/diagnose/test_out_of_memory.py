@@ -11,9 +11,9 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
-from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, grown_bytes
 from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.log import facts_of_log
+from jettison.diagnose.memory_facts import MemoryFacts, StepBytes, StepPhase, grown_bytes
 from jettison.diagnose.out_of_memory import diagnose_memory
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from support.planted_memory import HEAD, KEEPS, MIB, PREFETCH, Tape, message, traceback

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jettison.diagnose.facts import MemoryFacts, StepPhase, never_falls
 from jettison.diagnose.finding import Finding, FindingKind
 from jettison.diagnose.log import facts_of_log
+from jettison.diagnose.memory_facts import MemoryFacts, StepPhase, never_falls
 from jettison.diagnose.out_of_memory import diagnose_memory
 from jettison.diagnose.profile_file import profile_of
-from jettison.diagnose.slow import slow_findings
+from jettison.diagnose.slow_steps import slow_findings
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from jettison.diagnose.step_profile import profile_steps
 from support.planted_memory import KEEPS, MIB, Tape, message, traceback

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from jettison.cli.main import run
 from jettison.cli.profile import profile_files
-from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding, FindingKind
+from jettison.diagnose.memory_facts import MemoryFacts
 from jettison.diagnose.profile_file import profile_of, read_profile
-from jettison.diagnose.slow import slow_findings, snapshot_findings
+from jettison.diagnose.slow_steps import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from jettison.diagnose.step_profile import StepProfile, joined, op_flops, overlap, profile_steps, total, without
 from jettison.diagnose.trace_modules import BEFORE, TracePlace, profile_modules

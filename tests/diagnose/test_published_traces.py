@@ -12,7 +12,7 @@ import pytest
 
 from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.profile_file import profile_of, read_profile
-from jettison.diagnose.slow import slow_findings
+from jettison.diagnose.slow_steps import slow_findings
 from jettison.diagnose.step_profile import profile_steps
 
 FOLDER = Path(__file__).parent / "published"

@@ -8,8 +8,8 @@ import pytest
 from torch.cuda import _memory_viz
 
 from jettison.cli.main import run
-from jettison.diagnose.facts import grown_bytes
 from jettison.diagnose.finding import FindingKind
+from jettison.diagnose.memory_facts import grown_bytes
 from jettison.diagnose.out_of_memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot, facts_of_snapshot, read_snapshot, snapshot_of
 from support.recorded_snapshots import (

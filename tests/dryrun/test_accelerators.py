@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import jettison
 from jettison.capture.dispatch import tracing
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.model_trace import Loop
 from jettison.capture.op_traits import op_cost, unwritten_results, writes
 from jettison.capture.tracer import trace_model

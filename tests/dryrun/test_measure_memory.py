@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode
+from jettison.capture.fake_copies import StepFakeMode, fake_batch, fake_copy, fake_mode
 from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors, unique_bytes
 
 KIB = 1024

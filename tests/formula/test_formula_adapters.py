@@ -19,11 +19,11 @@ from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
+from jettison.spec.fine_tuning import HEAD, TABLE, Base, Tuning
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import HEAD, TABLE, Base, Tuning
 from support.formula_cases import FAMILIES as FAMILIES_OF_CASES
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
@@ -137,7 +137,7 @@ def test_a_wide_base_under_autocast(family: str, tuning: Tuning) -> None:
 
 
 FULL = [frozenset(names) for names in ({TABLE}, {HEAD}, {TABLE, HEAD})]
-"""Modules that PEFT trains in full: NOTE [ Modules trained in full ] in `spec.tuning`."""
+"""Modules that PEFT trains in full: NOTE [ Modules trained in full ] in `spec.fine_tuning`."""
 TIED = "llama ungrouped"
 
 

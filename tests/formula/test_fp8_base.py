@@ -14,8 +14,8 @@ from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
+from jettison.spec.fine_tuning import Base, Tuning
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import spec_of
 from support.quantized_bases import RANK, checkpointed, described, replace_linear_layers, step_peak, tiny_llama
 

@@ -19,8 +19,8 @@ from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
+from jettison.spec.fine_tuning import HEAD, TABLE, Base, Tuning, Upcast
 from jettison.spec.run import Run
-from jettison.spec.tuning import HEAD, TABLE, Base, Tuning, Upcast
 from support.formula_cases import spec_of
 from support.quantized_bases import COMPUTE, RANK, checkpointed, described, replace_linear_layers, step_peak, tiny_llama
 

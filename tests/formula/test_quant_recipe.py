@@ -8,7 +8,7 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.cost.launches import work
+from jettison.cost.region_kernels import work
 from jettison.families.config import parse_config
 from jettison.formula.region import Region, layer_region, parameter_count
 from jettison.predict.forecast import forecast

@@ -16,9 +16,9 @@ from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
+from jettison.spec.fine_tuning import Tuning
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.run import Run
-from jettison.spec.tuning import Tuning
 from support.formula_cases import spec_of
 
 BATCH, SEQUENCE, VOCABULARY = 2, 32, 8192

@@ -35,9 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import jettison
-import jettison.planner.host
 from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
+from jettison.planner import cpu_offload
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from support.our_warnings import is_ours
@@ -95,8 +95,8 @@ def judge(case: Case) -> Found:
     found = Found(case=case)
     began = time.perf_counter()
     threads = torch.get_num_threads()
-    usual = jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES
-    jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES = 0.0, 1  # so that small things move
+    usual = cpu_offload.MOVE_SECONDS, cpu_offload.SMALLEST_BYTES
+    cpu_offload.MOVE_SECONDS, cpu_offload.SMALLEST_BYTES = (0.0, 1)  # so that small things move
     torch.set_num_threads(1)  # sums over threads are not in a fixed order
     gc.collect()
     gc.freeze()  # what imports have made need not be walked by every measurement
@@ -106,7 +106,7 @@ def judge(case: Case) -> Found:
             _judge(case, found)
     finally:
         torch.set_num_threads(threads)
-        jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES = usual
+        cpu_offload.MOVE_SECONDS, cpu_offload.SMALLEST_BYTES = usual
     found.seconds = time.perf_counter() - began
     return found
 

@@ -15,8 +15,8 @@ import jettison
 from jettison import Bytes
 from jettison.capture.model_trace import CompiledProgram
 from jettison.core.errors import Infeasible
+from jettison.planner.cpu_offload import with_moves_of_compiled
 from jettison.planner.frontier_policies import compiled_points
-from jettison.planner.host import with_moves_of_compiled
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
 from jettison.solve.problem import OffloadedTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from support.toys import Mlps
 @pytest.fixture
 def silent_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first of two ranks that send nothing, and do not agree on plans."""
-    monkeypatch.setattr("jettison.planner.live.groups_for", lambda *_: [])
+    monkeypatch.setattr(sys.modules["jettison.planner.auto_checkpoint"], "groups_for", lambda *_: [])
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     distributed.destroy_process_group()

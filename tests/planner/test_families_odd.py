@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.tracer import trace_model

@@ -19,7 +19,7 @@ from jettison.core.units import Bytes
 from jettison.planner.budget import Budget
 from jettison.planner.handle import Applied
 from jettison.planner.peak_watch import SLACK_BYTES
-from planner.test_batches import ROWS, net, once, peak_of, rows, share_of
+from planner.test_batch_plans import ROWS, net, once, peak_of, rows, share_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

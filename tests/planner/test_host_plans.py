@@ -17,8 +17,8 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import HostBudgetExceeded, Infeasible, UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.planner import host as planner_host
-from jettison.planner.host import Host, host_of, is_timed, movable
+from jettison.planner import cpu_offload
+from jettison.planner.cpu_offload import Host, host_of, is_timed, movable
 from jettison.planner.planner import _times, make_planner
 from jettison.runtime.device import power_of_two, whole_pages
 from jettison.solve.plan import Plan, PolicyName
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def moves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python's time: blocks are small here."""
-    monkeypatch.setattr(planner_host, "MOVE_SECONDS", 0.0)
+    monkeypatch.setattr(cpu_offload, "MOVE_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def two_of(model: Any, x: Tensor) -> None:
 
 
 def test_what_a_move_costs_python_is_in_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_host, "MOVE_SECONDS", 1.0)
+    monkeypatch.setattr(cpu_offload, "MOVE_SECONDS", 1.0)
     model, x = line(), seeded(ROWS, WIDTH)
     with jettison.auto_checkpoint(model, x, Bytes(middle(line(), x)), offload=True, hardware=linked()) as handle:
         assert handle.offload is None
@@ -335,7 +335,7 @@ def test_who_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, hardware="cpu-23gb")
     with pytest.raises(UsageError, match="the closest are"):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, hardware="h1000-80gb")
-    monkeypatch.setattr(planner_host, "free_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(cpu_offload, "free_host_bytes", lambda: 2**20)
     with pytest.raises(UsageError, match=r"got host_budget='2MiB'; this machine has 1\.00 MiB for it"):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, host_budget="2MiB", hardware=linked())
     stated = replace(linked(), host_memory_bytes=2**21)

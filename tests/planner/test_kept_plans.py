@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,8 +337,9 @@ def test_a_share_of_what_the_device_has_left_may_move_a_little(
     document["kept"]["for"]["budget"] = "what the device has left"
     file.write_text(json.dumps(document))
     for nbytes, words in ((403_000, "reusing"), (399_900, "reusing"), (340_000, "budget was"), (500_000, "budget was")):
+        budget = kept_plans.Budget(nbytes=nbytes)
         monkeypatch.setattr(
-            "jettison.planner.live.budget_of", lambda *_, nbytes=nbytes: kept_plans.Budget(nbytes=nbytes)
+            sys.modules["jettison.planner.auto_checkpoint"], "budget_of", lambda *_, found=budget: found
         )
         lines: list[str] = []
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import TraceError, UsageError
 from jettison.core.units import Bytes

@@ -8,7 +8,7 @@ import torch
 import jettison
 from formula.test_formula_adapters import FULL, TIED, adapted, tuned
 from jettison.predict.forecast import forecast
-from jettison.spec.tuning import TABLE, Tuning
+from jettison.spec.fine_tuning import TABLE, Tuning
 from support.formula_cases import VOCABULARY, FormulaCase
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import jettison
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors

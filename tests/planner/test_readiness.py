@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.core.errors import Infeasible, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
 from jettison.models.huggingface import ConfigRequest, build, read_config

@@ -108,8 +108,8 @@ def test_it_is_inductors_choice_to_the_byte(kind: str, lora: str | None) -> None
     import torch
     from torch._inductor.compile_fx import compile_fx
 
+    from jettison.runtime.compiled_partition import Partition, watching_splits
     from jettison.runtime.compiled_regions import one_graph
-    from jettison.runtime.partition import Partition, watching_splits
     from jettison.solve.checkpoint_policy import KeepAll
 
     model = Loss(language_model(kind))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks.model_types import TRIED, tiny_config
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.op_traits import op_cost
 from jettison.capture.tracer import trace_model
 from jettison.cli.estimate import EstimateFlags

@@ -26,11 +26,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.family import kernels_for
 from jettison.predict.forecast import forecast
+from jettison.spec.fine_tuning import Tuning
 from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Tuning
 from support.formula_cases import spec_of
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 6

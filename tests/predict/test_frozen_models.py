@@ -26,11 +26,11 @@ from jettison.report.timeline_files import step_trace
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import choose, smallest_budget
+from jettison.spec.fine_tuning import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import FrozenModel, Role, When
 from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config
 
 PAIRS = 2

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from formula.test_formula_encoders import TINY
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_units import ROWS
+from jettison.spec.fine_tuning import Base, Tuning
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
-from jettison.spec.tuning import Base, Tuning
 from support import formula_cases
 from support.counted_steps import second_step_bytes
 from support.formula_cases import FAMILIES, VOCABULARY, FormulaCase, model_of, run_of

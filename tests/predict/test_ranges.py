@@ -32,11 +32,11 @@ from jettison.predict.stages import cached_segments, other_streams, outline, pas
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.device_allowance import FitVerdict, Range, fixed_allowance
+from jettison.spec.fine_tuning import Upcast
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.tuning import Upcast
 
 ROWS = accuracy.stored()
 CLASSES = classes_of(Measure.TIME, "torch", "dense", "h100-80gb")

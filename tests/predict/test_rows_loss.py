@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jettison.cost.execution import Execution
-from jettison.cost.launches import work
+from jettison.cost.region_kernels import work
 from jettison.families.presets import preset
 from jettison.formula import loss
 from jettison.formula.region import head_region

@@ -17,11 +17,11 @@ from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
+from jettison.spec.fine_tuning import Tuning
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync, Layout, Reshard
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
-from jettison.spec.tuning import Tuning
 from support.formula_cases import run_of
 from support.ranks import run_ranks
 from support.sharded_peaks import RANK, Case, peaks

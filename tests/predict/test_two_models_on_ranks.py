@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jettison.predict.forecast import forecast
+from jettison.spec.fine_tuning import FrozenModel, Role
 from jettison.spec.layout import Layout
-from jettison.spec.tuning import FrozenModel, Role
 from support.formula_cases import run_of
 from support.ranks import run_ranks
 from support.two_models import CASE, LENGTH, peaks

@@ -105,7 +105,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Itera
         patched.setattr(cuda_graphs, "is_capturing", lambda: True)
         for module in ("device", "planned_forward", "checkpoint_fallback", "recompute_code"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
-        patched.setattr("jettison.planner.batches.is_capturing", lambda: True)
+        patched.setattr("jettison.planner.batch_plans.is_capturing", lambda: True)
         yield graph
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import Infeasible
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
-from jettison.solve.labels import fastest_path
+from jettison.solve.label_setting import fastest_path
 from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
 from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import Solution, choose, in_runs

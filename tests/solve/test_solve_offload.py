@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jettison.core.errors import Infeasible
-from jettison.solve import labels
+from jettison.solve import label_setting
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.host_budget import mended
-from jettison.solve.labels import fastest_path
+from jettison.solve.label_setting import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
 from jettison.solve.shortest_path import StepWalk, WalkMove, least_of, walks
 from jettison.solve.solver import choose
@@ -144,7 +144,7 @@ def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) ->
     budget = least_of(walks(problem)) + more
     expected = choose(problem, budget).levels.seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(labels, "np", None)
+        patch.setattr(label_setting, "np", None)
         assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
         patch.setitem(sys.modules, "highspy", None)
         assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
@@ -235,7 +235,7 @@ def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
     link = Link(bytes_per_second=1e12, host_budget_bytes=8)
     problem = StepProblem(static_bytes=0, optimizer_peak_bytes=0, regions=regions, root=(quiet(4),), link=link)
     if not numpy:
-        monkeypatch.setattr(labels, "np", None)
+        monkeypatch.setattr(label_setting, "np", None)
     (walk,) = walks(problem)
     budgeted = BudgetedWalk.of(walk, 100)
     found = fastest_path(budgeted, relax(budgeted, Multipliers(device=[0.0] * 5)), width=100)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jettison.solve import labels
+from jettison.solve import label_setting
 from jettison.solve.bound import BudgetedWalk, relax, relaxation
-from jettison.solve.labels import fastest_path
+from jettison.solve.label_setting import fastest_path
 from jettison.solve.problem import StepProblem
 from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose
@@ -50,7 +50,7 @@ def test_labels_in_lists_are_those_in_arrays(
         bound = relax(budgeted, relaxation(budgeted).multipliers)
         arrays = fastest_path(budgeted, bound, width=width, below=limit, beam=beam)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(labels, "np", None)
+            patch.setattr(label_setting, "np", None)
             assert fastest_path(budgeted, bound, width=width, below=limit, beam=beam) == arrays
 
 
@@ -59,5 +59,5 @@ def test_a_deep_model_is_planned_in_lists(same: bool, monkeypatch: pytest.Monkey
     problem = deep_problem(same=same, gradient=1 << 20, count=32)
     budget = least_of(walks(problem)) + 5 * GIB
     expected = choose(problem, budget)
-    monkeypatch.setattr(labels, "np", None)
+    monkeypatch.setattr(label_setting, "np", None)
     assert choose(problem, budget).levels.seconds == expected.levels.seconds

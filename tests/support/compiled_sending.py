@@ -16,8 +16,8 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import silent
 from jettison.dryrun.compiled_blocks import MeasuredChoice, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
+from jettison.planner.cpu_offload import movable, option_at, with_moves_of_compiled
 from jettison.planner.frontier_policies import policy_of
-from jettison.planner.host import movable, option_at, with_moves_of_compiled
 from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from support.compiled_blocks import equal, gradients, peak
@@ -37,7 +37,7 @@ def slow_to_compute() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jettison.dryrun.compiled_blocks.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.planner.seconds_of_levels", seconds)
-        patch.setattr("jettison.planner.host.MOVE_SECONDS", 0.0)
+        patch.setattr("jettison.planner.cpu_offload.MOVE_SECONDS", 0.0)
         yield
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jettison.diagnose.facts import StepPhase
 from jettison.diagnose.finding import FindingKind
+from jettison.diagnose.memory_facts import StepPhase
 from support.planted_memory import traceback
 
 SITE = "/opt/env/lib/python3.11/site-packages"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from jettison.diagnose.facts import StepPhase
 from jettison.diagnose.finding import FindingKind
+from jettison.diagnose.memory_facts import StepPhase
 from support.oom_logs import (
     BACKWARD,
     CALL,

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.family import kernels_for
+from jettison.spec.fine_tuning import Tuning
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Tuning
 
 BATCH, SEQUENCE, RANK, LAYERS = 2, 128, 4, 4
 COMPUTE = torch.bfloat16

@@ -28,7 +28,7 @@ from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.core.progress import silent
 from jettison.dryrun.counter import AllocationCounter, unique_bytes
-from jettison.models.deferred import NotDeferrable, deferred
+from jettison.models.deferred_init import NotDeferrable, deferred
 from jettison.spec.layout import Layout
 from jettison.train.build_model import build
 from jettison.train.engine import named_parameters

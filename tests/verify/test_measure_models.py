@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_batch, fake_copy, fake_mode
 from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 

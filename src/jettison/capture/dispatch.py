@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.fake_tensor_cache import QuickFakeMode
 from jettison.capture.isolation import Undo, handed_out, without_our_hooks
 from jettison.capture.op_traits import draws, is_bookkeeping, writes
 from jettison.capture.pytrees import op_leaves
-from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.randomness import forked_streams
 from jettison.capture.recorder import BY_HAND, OpRecorder
 from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_shapes, storage_of

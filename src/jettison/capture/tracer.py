@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from jettison.capture.block_stand_ins import forwards, is_real, observed_trace, stub_outputs
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode, tracing
-from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
+from jettison.capture.fake_copies import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
 from jettison.capture.fsdp2 import cast_batch, sharded_modules
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of

@@ -16,9 +16,9 @@ from jettison.core.errors import UsageError, install
 from jettison.core.files import read_table, write_whole
 from jettison.core.process import cores
 from jettison.core.units import format_bytes, format_gib
-from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log, read_watch_record
+from jettison.diagnose.memory_facts import MemoryFacts, StepPhase
 from jettison.diagnose.out_of_memory import diagnose_memory
 from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.models.model_types import require_known_file

@@ -19,10 +19,10 @@ from jettison.core.errors import UsageError
 from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
-from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import FindingKind
+from jettison.diagnose.memory_facts import MemoryFacts
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
-from jettison.diagnose.slow import slow_findings, snapshot_findings
+from jettison.diagnose.slow_steps import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules

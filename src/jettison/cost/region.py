@@ -43,6 +43,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.flops import recompute_flops
+from jettison.cost.fp8 import LowPrecisionGemms
 from jettison.cost.kernel import (
     BATCHED,
     GEMMS,
@@ -54,8 +55,7 @@ from jettison.cost.kernel import (
     kernel_seconds,
     memory_seconds,
 )
-from jettison.cost.launches import work
-from jettison.cost.low_precision_gemms import LowPrecisionGemms
+from jettison.cost.region_kernels import work
 from jettison.formula.model_states import state_bytes
 from jettison.formula.region import Region
 from jettison.formula.tape import Collective

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Final
 
 from jettison.core.units import GIB, MIB, format_gib
-from jettison.diagnose.facts import CPU_ALLOCATOR, Failure, MemoryFacts, StepPhase
 from jettison.diagnose.finding import Change, change, changes, table
 from jettison.diagnose.frames import speaks_of_logits
+from jettison.diagnose.memory_facts import CPU_ALLOCATOR, Failure, MemoryFacts, StepPhase
 
 HEADROOM: Final = 0.9
 """Share of a device for tensors if the source has no size of its context."""

@@ -20,9 +20,9 @@ from typing import Any, Final
 from jettison.core.errors import UsageError, first_problem
 from jettison.core.files import read_bytes
 from jettison.diagnose.advice import in_server, names_server, trainer_of
-from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, Survivor, phase_named
 from jettison.diagnose.finding import table
 from jettison.diagnose.frames import Frame, is_torch, pattern_of, place_of, role_of, speaks_of_logits
+from jettison.diagnose.memory_facts import Failure, MemoryFacts, StepBytes, StepPhase, Survivor, phase_named
 from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 
 Figures = dict[str, Any]

@@ -32,7 +32,7 @@ from jettison.core.process import cpu_name, told_by_linux
 from jettison.core.progress import Progress, silent
 from jettison.core.units import MIB, format_bytes
 from jettison.cost.kernel import Gemm, gemm_seconds
-from jettison.cost.launches import FLASH_BACKWARD
+from jettison.cost.region_kernels import FLASH_BACKWARD
 from jettison.diagnose import probes
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 

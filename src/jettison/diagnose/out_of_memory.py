@@ -13,8 +13,8 @@ from typing import Final
 from jettison.core.units import MIB, format_gib, format_percent
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
-from jettison.diagnose.facts import FIRST_STEPS, Failure, MemoryFacts, StepPhase, grown_bytes
 from jettison.diagnose.finding import Change, Finding, FindingKind, changes
+from jettison.diagnose.memory_facts import FIRST_STEPS, Failure, MemoryFacts, StepPhase, grown_bytes
 
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5

@@ -24,7 +24,16 @@ import numpy as np
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
-from jettison.diagnose.facts import (
+from jettison.diagnose.frames import (
+    OPTIMIZER,
+    ZERO_GRAD,
+    Frame,
+    ends_step,
+    frames_of_original,
+    label_of_frames,
+    speaks_of_logits,
+)
+from jettison.diagnose.memory_facts import (
     FEWEST_STEPS,
     FIRST_STEPS,
     SHARE_OF_STEPS,
@@ -34,15 +43,6 @@ from jettison.diagnose.facts import (
     Survivor,
     never_falls,
     phase_named,
-)
-from jettison.diagnose.frames import (
-    OPTIMIZER,
-    ZERO_GRAD,
-    Frame,
-    ends_step,
-    frames_of_original,
-    label_of_frames,
-    speaks_of_logits,
 )
 from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Ints, Label, MemoryTimeline, TimelineWriter

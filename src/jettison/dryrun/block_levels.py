@@ -29,7 +29,7 @@ from jettison.capture.block_stand_ins import (
     without_gradient_hooks,
 )
 from jettison.capture.dispatch import eagerly
-from jettison.capture.fakes import roughly
+from jettison.capture.fake_copies import roughly
 from jettison.capture.isolation import without_gradients
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.pytrees import tree_flatten, tree_leaves, tree_unflatten

@@ -55,7 +55,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
     """Inductor's program of a block before it chooses what to save; a `TraceError` if torch finds no single graph."""
     from torch._inductor.compile_fx import compile_fx
 
-    from jettison.runtime.partition import Partition, watching_splits
+    from jettison.runtime.compiled_partition import Partition, watching_splits
 
     def split_only(graph: Any, inputs: Any) -> Any:  # a new function each time: dynamo's cache must not have it
         patches = {**dict(settings.options), "custom_partitioner_fn": Partition(KeepAll())}

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.dispatch import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
-from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
+from jettison.capture.fake_tensor_cache import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
-from jettison.capture.fakes import fake_copy
+from jettison.capture.fake_copies import fake_copy
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter

@@ -2,7 +2,7 @@
 
 Requests hold shapes, not data, so that a trace on fake tensors can ask for prices. Each distinct request is run on
 stand-in tensors: here if its kernel is known to be safe on made-up values, else in a process of its own
-(`worker.py`), which may die without harm.
+(`kernel_process.py`), which may die without harm.
 
 NOTE [ Every workspace is known ]
 Seconds may be estimated, bytes may not: a budget is a promise. So every distinct request runs once for its workspace,
@@ -25,15 +25,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from jettison.capture.fakes import makes_sparse, sparse_workspace
+from jettison.capture.fake_copies import makes_sparse, sparse_workspace
+from jettison.capture.fake_tensor_cache import call_key
 from jettison.capture.op_traits import is_communication
 from jettison.capture.pytrees import op_leaves
-from jettison.capture.quick_fakes import call_key
 from jettison.capture.randomness import private_randomness
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import number_bytes
+from jettison.dryrun.kernel_process import run_apart
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, StandInMemory, least_seconds, workspaces
-from jettison.dryrun.worker import run_apart
 from jettison.runtime.offload import free_host_bytes
 
 Figures = TypeVar("Figures")
@@ -269,7 +269,7 @@ class Pricing:
 # A kernel that trusts its arguments (lengths, offsets, a workspace that another call filled) can end the process on
 # values that no training step would give it. What is listed here indexes with nothing but shapes, or with indices that
 # it checks; so do operators that torch tags as pointwise, as reductions or as core. Everything else is priced in a
-# process of its own (`worker.py`).
+# process of its own (`kernel_process.py`).
 
 _TAGS = (torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
 _NOT_SAFE = frozenset({"_embedding_bag", "_pdist_forward", "grid_sampler_2d"})

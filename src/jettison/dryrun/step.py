@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.copies import copied
-from jettison.capture.fakes import fake_batch, is_sparse, roughly
+from jettison.capture.deep_copies import copied
+from jettison.capture.fake_copies import fake_batch, is_sparse, roughly
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.dispatch import tracing
-from jettison.capture.fakes import roughly
+from jettison.capture.fake_copies import roughly
 from jettison.capture.fsdp2 import sharded_modules
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace

@@ -21,9 +21,9 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config_layers import layers_of, source, stacks
 from jettison.families.config_values import TRACE, ConfigFields, read, unstated
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
+from jettison.spec.fine_tuning import FP8_BLOCK, GPTQ_GROUP, Base
 from jettison.spec.model import Arrangement, Audio, DropoutSites, Head, Layer, ModelSpec, Pair, Patches
 from jettison.spec.model_variants import MTP_LEFT_OUT
-from jettison.spec.tuning import FP8_BLOCK, GPTQ_GROUP, Base
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
 _IN_LAYERS: Final = re.compile(r"^(?!.*(?:vision|visual|audio)).*(?:\.\d+|_proj|mlp|attn|attention|fc\d)$")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from jettison.formula.basic import (
+from jettison.formula.norm import norm
+from jettison.formula.ops import (
     add,
     batched_matmul,
     cast,
@@ -23,7 +24,6 @@ from jettison.formula.basic import (
     name_given,
     scale,
 )
-from jettison.formula.norm import norm
 from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Saved, Value, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.kernels import AttentionKernel, CpCommType, Device, Documents

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention import READ
-from jettison.formula.basic import add, cast, convolution, copy, dropout, leave, linear, scale, weight_copies
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm, statistics_dtype
+from jettison.formula.ops import add, cast, convolution, copy, dropout, leave, linear, scale, weight_copies
 from jettison.formula.tape import Places, Saved, Value, Weight, Writer
+from jettison.spec.fine_tuning import TABLE
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import (
     Activation,
@@ -28,7 +29,6 @@ from jettison.spec.model import (
     Pair,
     Patches,
 )
-from jettison.spec.tuning import TABLE
 
 POSITIONS, TOKENS = "position ids", "tokens"
 FEATURES = "image features"

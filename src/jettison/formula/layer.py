@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jettison.formula.attention import attention, core, head_places, heads_of, projected, rotate
-from jettison.formula.basic import add, cast, copy, dropout, enter, leave, linear, wider
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
+from jettison.formula.ops import add, cast, copy, dropout, enter, leave, linear, wider
 from jettison.formula.ssm import gated_delta, selective_scan, state_space
 from jettison.formula.tape import Value, Writer
 from jettison.spec.model import (

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.core.units import GIB
-from jettison.formula.basic import add, batched_matmul, cast, discrete, dropout, enter, linear, multiply, power, scale
 from jettison.formula.embedding import FEATURES
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.ops import add, batched_matmul, cast, discrete, dropout, enter, linear, multiply, power, scale
 from jettison.formula.tape import Saved, Value, Weight, Writer
+from jettison.spec.fine_tuning import HEAD
 from jettison.spec.kernels import Device, Loss
 from jettison.spec.model import Audio, Pair, Pooling
-from jettison.spec.tuning import HEAD
 
 EXTRA = "arXiv 2205.05198 §4.3"
 IN_ROWS: Final = "rows_cross_entropy"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, cast, dropout, enter, leave, linear, multiply, name_given, power, scale
+from jettison.formula.ops import add, cast, dropout, enter, leave, linear, multiply, name_given, power, scale
 from jettison.formula.tape import Saved, Value, Writer
 from jettison.spec.model import Activation, Mlp
 

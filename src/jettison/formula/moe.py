@@ -40,7 +40,9 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Final
 
-from jettison.formula.basic import (
+from jettison.formula.fp8 import padded, quantized_rows, unpadded
+from jettison.formula.mlp import activation, gate_product, halves, mlp
+from jettison.formula.ops import (
     WEIGHT_COPY,
     add,
     cast,
@@ -56,8 +58,6 @@ from jettison.formula.basic import (
     unpacked,
     weight_copies,
 )
-from jettison.formula.mlp import activation, gate_product, halves, mlp
-from jettison.formula.quantized import padded, quantized_rows, unpadded
 from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.kernels import Combine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast, multiply, power, weigh
+from jettison.formula.ops import cast, multiply, power, weigh
 from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.spec.kernels import Device
 from jettison.spec.model import Norm, NormKind

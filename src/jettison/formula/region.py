@@ -11,18 +11,18 @@ from typing import Any, Final
 
 from jettison.core.dtypes import tensor_bytes
 from jettison.core.errors import UsageError
-from jettison.formula.basic import enter, linear
 from jettison.formula.embedding import TOKENS, embedding, looked_up_tokens
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
 from jettison.formula.norm import norm
+from jettison.formula.ops import enter, linear
 from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight, Writer
 from jettison.ledger.ledger import Origin, Placement, SavedTensor
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
+from jettison.spec.fine_tuning import ALL, TARGETS, Tuning
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import AnyLayer, BlockRecorder, Layer, ModelSpec, RecordedLayer
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.tuning import ALL, TARGETS, Tuning
 
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the two regions that are not layers."""

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.basic import (
+from jettison.formula.mlp import activation
+from jettison.formula.norm import norm, root_mean_square
+from jettison.formula.ops import (
     WEIGHT_COPY,
     add,
     batched_matmul,
@@ -29,8 +31,6 @@ from jettison.formula.basic import (
     weigh,
     weight_copies,
 )
-from jettison.formula.mlp import activation
-from jettison.formula.norm import norm, root_mean_square
 from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.ledger.ledger import EACH_ROUND
 from jettison.spec.kernels import SsmKernels

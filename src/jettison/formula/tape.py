@@ -25,10 +25,10 @@ from typing import TypedDict, Unpack
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
+from jettison.spec.fine_tuning import Base, Upcast
 from jettison.spec.fp8 import BF16_GEMMS, Fp8Recipe, Rule, rule_for
 from jettison.spec.kernels import Device, Kernels
 from jettison.spec.run import RegionSignature
-from jettison.spec.tuning import Base, Upcast
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
@@ -561,7 +561,7 @@ class Writer:
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
                 scales = count * self.base.scale_bytes(prod(local) // count, local[-2])
         wide = wide or (adapter and tuning is not None and tuning.wide)
-        like = frozen or (full and not self.run.fp32_copies)  # NOTE [ Modules trained in full ] in `spec.tuning`
+        like = frozen or (full and not self.run.fp32_copies)  # NOTE [ Modules trained in full ] in `spec.fine_tuning`
         dtype = "float32" if wide else self.held(frozen=like)
         dtype = self.table_dtype if like and (table or head) and self.base.packed else dtype
         weight = Weight(

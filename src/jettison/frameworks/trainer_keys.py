@@ -8,7 +8,7 @@ from typing import Final
 
 from jettison.frameworks.config_file import ConfigFile
 from jettison.frameworks.run_file import Keys, launched, table_of
-from jettison.spec.tuning import TARGETS
+from jettison.spec.fine_tuning import TARGETS
 
 MICRO_BATCH: Final = 8
 """transformers/training_args.py, ``per_device_train_batch_size``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jettison.capture.fakes import fake_copy
+from jettison.capture.fake_copies import fake_copy
 from jettison.core.errors import UsageError, install
 from jettison.core.objects import set_to
 from jettison.families.config import read_values

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError

@@ -42,13 +42,13 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
             values, name = _values(model)
             if not any(values.get(f"{tower}_config") for tower in TOWERS):
                 return found
-            from jettison.models.recorded import with_towers
+            from jettison.models.recorded_models import with_towers
 
             if (whole := with_towers(found, values)) is not None:
                 return whole
     values, name = _values(model)
     require_known(values.get("model_type"), name)
-    from jettison.models.recorded import recorded_model
+    from jettison.models.recorded_models import recorded_model
 
     return recorded_model(values, request, name=name)
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.fakes import fake_copy
+from jettison.capture.fake_copies import fake_copy
 from jettison.capture.fsdp2 import managed_parameters, parameter_groups, sharded_modules
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped

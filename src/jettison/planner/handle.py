@@ -22,7 +22,7 @@ from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent
-from jettison.planner.batches import BatchPlans, ShapeReport
+from jettison.planner.batch_plans import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.peak_watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import ChunkedLossPatch, holding

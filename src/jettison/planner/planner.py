@@ -38,6 +38,16 @@ from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.program import Program, Source
+from jettison.planner.cpu_offload import (
+    SEND,
+    Host,
+    is_timed,
+    less_on_host,
+    movable,
+    option_at,
+    with_moves,
+    with_moves_of_compiled,
+)
 from jettison.planner.frontier_policies import (
     PACK,
     compiled_points,
@@ -47,16 +57,6 @@ from jettison.planner.frontier_policies import (
     policy_of,
     seconds_by_traffic,
     with_packs,
-)
-from jettison.planner.host import (
-    SEND,
-    Host,
-    is_timed,
-    less_on_host,
-    movable,
-    option_at,
-    with_moves,
-    with_moves_of_compiled,
 )
 from jettison.runtime.lossless_packing import Pack
 from jettison.runtime.recipe import costs_like

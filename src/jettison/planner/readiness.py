@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.dispatch import refuse_scripted
-from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_batch, fake_copy, fake_mode
 from jettison.capture.model_trace import CompileSettings, Loop, LossFn, ModelTrace, expect_module, settings_of
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jettison.capture.fakes import fake_batch, fake_mode
+from jettison.capture.fake_copies import fake_batch, fake_mode
 from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.pytrees import tree_leaves
 from jettison.capture.signature import as_signed
@@ -35,7 +35,7 @@ from jettison.dryrun.user_step import (
 from jettison.parallel.fake_ranks import FakeDDP, gradients_stay, inside_of_ddp, may_leave_out, sharded_fake_copy
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.parallel.recompute_agreement import Agreement
-from jettison.planner.host import Host
+from jettison.planner.cpu_offload import Host
 from jettison.planner.planner import Planner, StagesPlanner, planner_of
 from jettison.planner.readiness import compiled_modules, survey_blocks
 from jettison.runtime.loop_assumptions import BatchShape

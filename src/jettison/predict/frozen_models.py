@@ -1,7 +1,7 @@
 """Memory of frozen models: their weights and the peak of a forward without saved tensors.
 
-See NOTE [ When a frozen model runs ] in `spec.tuning`. Such a model is forecast as a run with frozen weights, without
-dropout (TRL's ``disable_dropout_in_model``), with the policy's layout and kernels.
+See NOTE [ When a frozen model runs ] in `spec.fine_tuning`. Such a model is forecast as a run with frozen weights,
+without dropout (TRL's ``disable_dropout_in_model``), with the policy's layout and kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jettison.formula.region import Region, held_over, score_region
 from jettison.ledger.program import Source
 from jettison.predict.fsdp import FsdpGroups
 from jettison.predict.stages import RegionGroup, outline
+from jettison.spec.fine_tuning import Base, FrozenModel, Role, Tuning, When
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import NO_OFFLOAD, Gradients, Optimizer, Precision
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, FrozenModel, Role, Tuning, When
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

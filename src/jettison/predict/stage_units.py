@@ -49,12 +49,12 @@ from jettison.predict.stages import (
     passes_of,
     sent_by,
 )
+from jettison.spec.fine_tuning import TABLE, When
 from jettison.spec.kernels import AttentionKernel, Documents
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.tuning import TABLE, When
 
 ROWS = "aten.embedding.default"
 LOGITS = "logits"

@@ -30,13 +30,13 @@ from jettison.solve.checkpoint_policy import (
     recomputed,
     sent,
 )
+from jettison.spec.fine_tuning import Upcast
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Optimizer, OptimizerOffload
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.tuning import Upcast
 
 NONE, FULL, PARTS = "none", "full", "parts"
 MTP_FULL = "modules:mtp"

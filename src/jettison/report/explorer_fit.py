@@ -53,6 +53,7 @@ from jettison.report.explorer_models import PageModel, page_models
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.spec.device_allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
+from jettison.spec.fine_tuning import Base
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
@@ -60,7 +61,6 @@ from jettison.spec.model import AnyLayer, Layer, ModelSpec, Moe
 from jettison.spec.precision import GradientRule, Optimizer, Precision
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.tuning import Base
 
 Values = npt.NDArray[np.int64]
 SEQUENCES: Final = tuple(2**n for n in range(9, 21))

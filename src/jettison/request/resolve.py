@@ -23,6 +23,7 @@ from jettison.families.presets import OWN_RUNS, PRESETS, hub_config, is_hub_id, 
 from jettison.formula.region import refuse_idle
 from jettison.request.options import RunRequest
 from jettison.spec.anchor import read_anchor
+from jettison.spec.fine_tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import FORMER_VALUES, Kernels, Loss, workspaces
@@ -41,7 +42,6 @@ from jettison.spec.precision import (
 )
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
-from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 
 LONGEST_DEFAULT: Final = 4096
 """Default sequence length, of models with at least as many positions."""
@@ -388,7 +388,7 @@ def _tuning(request: RunRequest) -> Tuning | None:
 
 
 def _check_upcast(run: Run) -> None:
-    """Check the settings of a base prepared for k-bit training: NOTE [ What is not packed ] in `spec.tuning`."""
+    """Check the settings of a base prepared for k-bit training: NOTE [ What is not packed ] in `spec.fine_tuning`."""
     if run.tuning is None or run.tuning.upcast is Upcast.NONE:
         return
     if run.tuning.base not in (Base.NF4, Base.NF4_DOUBLE) or not run.autocast or run.layout.tp > 1:

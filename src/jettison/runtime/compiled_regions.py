@@ -41,7 +41,7 @@ from jettison.solve.checkpoint_policy import CheckpointPolicy, Exactly, KeepAll,
 from jettison.solve.problem import OffloadedTensor
 
 if TYPE_CHECKING:
-    from jettison.runtime.partition import Split
+    from jettison.runtime.compiled_partition import Split
 
 RUNS_COMPILED = "it runs compiled"
 MOST_VARIANTS = 256  # of one option: shapes, and layers whose Python attributes differ; dynamo's own limit
@@ -83,7 +83,7 @@ def _made(
         return one_graph(forward, backend=noting(settings, policy))
     options = dict(settings.options)
     if policy.word != "none":
-        from jettison.runtime.partition import Partition
+        from jettison.runtime.compiled_partition import Partition
 
         options["custom_partitioner_fn"] = Partition(policy)
     return one_graph(forward, options=options or None)
@@ -394,7 +394,7 @@ def noting(settings: CompileSettings, policy: CheckpointPolicy) -> Callable[[Any
     """Inductor as a backend of `torch.compile` whose code reports its partition. See NOTE [ Places ]."""
     from torch._inductor.compile_fx import compile_fx
 
-    from jettison.runtime.partition import Partition, watching_splits
+    from jettison.runtime.compiled_partition import Partition, watching_splits
 
     def backend(graph: Any, inputs: Any) -> Runs:
         patches = {**dict(settings.options), "custom_partitioner_fn": Partition(policy)}

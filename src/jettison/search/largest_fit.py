@@ -35,6 +35,7 @@ from jettison.predict.ranges import time_residual
 from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import estimate
 from jettison.spec.device_allowance import FitBudget, FitRule
+from jettison.spec.fine_tuning import Base, Upcast
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
@@ -42,7 +43,6 @@ from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, Upcast
 
 MOST_LISTED: Final = 5
 MOST_TRIED: Final = 80

@@ -24,6 +24,7 @@ from jettison.request.resolve import flag_of, resolve, word
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
 from jettison.search.evaluate import Evaluated, Evaluator, Journal, SearchQuestion
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
+from jettison.spec.fine_tuning import Base, Upcast
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
@@ -33,7 +34,6 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.precision import DIST_MUONS, NO_OFFLOAD, Gradients, Optimizer, optimizer_offload
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
-from jettison.spec.tuning import Base, Upcast
 
 MARGIN: Final = 0.25
 """Default of ``--margin``, a share of the way from expected to largest allowance: the median error of peaks."""

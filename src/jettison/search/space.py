@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.device_allowance import FitBudget
+from jettison.spec.fine_tuning import Upcast
 from jettison.spec.kernels import CpCommType, Kernels, Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients, Precision
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import COMPILED_MODES, Run, recipe_misfit
-from jettison.spec.tuning import Upcast
 
 MOST_DEVICES: Final = 1 << 24
 """Most devices, and most sequences in a step: more than any machine has."""
@@ -166,8 +166,8 @@ def compiled(space: Space, *, given: bool) -> Space:
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
     """Return a setup's run, with the template's other fields; without a mode, nothing is recomputed.
 
-    A sharded base is not upcast: NOTE [ What is not packed ] in `spec.tuning`. A pipeline's schedule calls the model,
-    so that no loop references its logits.
+    A sharded base is not upcast: NOTE [ What is not packed ] in `spec.fine_tuning`. A pipeline's schedule calls the
+    model, so that no loop references its logits.
     """
     recompute = recompute or Recompute()
     layout, template = setup.layout, template.recomputed(recompute)

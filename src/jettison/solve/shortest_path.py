@@ -20,8 +20,8 @@ a floor is a list: the smallest budgets for numbers of host bytes. It is exact u
 allows; then budgets are rounded up to another one of the list, which is still sufficient.
 
 *Shorter prefix, fewer bytes in flight and fewer seconds dominate*, because all constraints are upper bounds on P + w,
-and waiting for a copy grows with it. That makes labels possible (labels.py); identical layers add no symmetry, since
-permutations of a choice are one label.
+and waiting for a copy grows with it. That makes labels possible (label_setting.py); identical layers add no symmetry,
+since permutations of a choice are one label.
 
 Among equally fast plans the one that moves least is preferred: a megabyte moved, or a part of one, costs a picosecond.
 """

@@ -3,7 +3,7 @@
 It minimizes the seconds that recomputation and waiting for copies add to a step, and bounds every level of
 NOTE [ The step's levels ] and the host's bytes. For each root option, the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
-(labels.py) prove it, mostly with nothing thinned at all. If the host's budget binds, good plans around the
+(label_setting.py) prove it, mostly with nothing thinned at all. If the host's budget binds, good plans around the
 relaxation's vertex are found first (host_budget.py). Root options whose bound is no better than the best plan are left
 out. Every answer is replayed by `evaluate` before it is returned. Contribution of each part:
 docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 from jettison.core.errors import Infeasible
 from jettison.solve.bound import ROUNDING, Bound, BudgetedWalk, relax, relaxation
 from jettison.solve.host_budget import rounded
-from jettison.solve.labels import fastest_path
+from jettison.solve.label_setting import fastest_path
 from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, chosen_options, evaluate
 from jettison.solve.shortest_path import PICOSECONDS, Path, StepWalk, least_of, walks
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.spec.anchor import RunAnchor
+from jettison.spec.fine_tuning import Base, FrozenModel, Tuning, Upcast
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.kernels import (
     WORKSPACES,
@@ -40,7 +41,6 @@ from jettison.spec.precision import (
     under_autocast,
 )
 from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute, check_parts
-from jettison.spec.tuning import Base, FrozenModel, Tuning, Upcast
 
 if TYPE_CHECKING:
     from jettison.spec.hardware import Hardware
@@ -244,7 +244,7 @@ class Run:
     @property
     def uses_autocast(self) -> bool:
         """Whether torch.autocast casts operands of the model's matmuls. FSDP casts without it; a frozen 16-bit base
-        needs no cast, and `spec.tuning` has the casts of its adapters.
+        needs no cast, and `spec.fine_tuning` has the casts of its adapters.
         """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
         tuning = self.tuning
@@ -430,7 +430,7 @@ def _quantized_base(run: Run) -> Iterator[str]:
 
 
 def _fp8_base(run: Run) -> Iterator[str]:
-    """Reject a frozen FP8 base beyond NOTE [ Frozen FP8 ] in `spec.tuning`."""
+    """Reject a frozen FP8 base beyond NOTE [ Frozen FP8 ] in `spec.fine_tuning`."""
     if run.tuning is None or run.tuning.base is not Base.FP8:
         return
     if run.layout.zero == 3:

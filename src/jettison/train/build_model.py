@@ -22,7 +22,7 @@ from jettison.core.objects import swapped, swapped_entries
 from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config
 from jettison.families.presets import PRESETS, preset
-from jettison.models.deferred import Deferred, NotDeferrable, deferred
+from jettison.models.deferred_init import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest, config_of
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_copy, fake_mode
 from jettison.capture.fsdp2 import sharded_parameters
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.randomness import Streams

@@ -22,8 +22,8 @@ from jettison.dryrun.step import DryStep
 from jettison.parallel.recompute_agreement import Agreement, groups_for
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.budget import Budget
+from jettison.planner.cpu_offload import hardware_of, host_of
 from jettison.planner.handle import Applied, note_losses
-from jettison.planner.host import hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import fingerprint, planner_of
 from jettison.planner.readiness import compile_settings, traced

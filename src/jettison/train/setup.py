@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.fake_copies import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, TraceError, UsageError
 from jettison.core.parse_units import parse_bytes

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from jettison.capture.copies import share_finalized, without_finalizers
+from jettison.capture.deep_copies import share_finalized, without_finalizers
 from jettison.capture.isolation import without_gradients
 from jettison.core.objects import swapped
 from jettison.runtime.callers import trains_plainly

@@ -29,7 +29,9 @@ from jettison.capture.model_trace import expect_module
 from jettison.core.errors import warn
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
-from jettison.diagnose.facts import (
+from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
+from jettison.diagnose.log import WatchRecord
+from jettison.diagnose.memory_facts import (
     FEWEST_STEPS,
     FIRST_STEPS,
     SHARE_OF_STEPS,
@@ -39,8 +41,6 @@ from jettison.diagnose.facts import (
     Survivor,
     grown_bytes,
 )
-from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
-from jettison.diagnose.log import WatchRecord
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.runtime import offload
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jettison.core.errors import UnsupportedModule
 from jettison.frameworks.trainer_integration import Planned
-from jettison.planner.live import auto_checkpoint
+from jettison.planner.auto_checkpoint import auto_checkpoint
 
 
 class AutoCheckpoint(Planned, Callback):

@@ -23,8 +23,8 @@ from torchtitan.trainer import Trainer
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 from jettison.frameworks.trainer_integration import TrainerPlan
+from jettison.planner.auto_checkpoint import auto_checkpoint
 from jettison.planner.handle import Applied
-from jettison.planner.live import auto_checkpoint
 from jettison.planner.readiness import as_one
 
 

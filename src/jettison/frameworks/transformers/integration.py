@@ -14,8 +14,8 @@ from torch import nn
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 from jettison.frameworks.trainer_integration import TrainerPlan, unmoved
+from jettison.planner.auto_checkpoint import auto_checkpoint
 from jettison.planner.handle import Applied
-from jettison.planner.live import auto_checkpoint
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""

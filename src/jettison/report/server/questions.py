@@ -25,9 +25,9 @@ from jettison.core.process import cores
 from jettison.families.presets import PRESETS
 from jettison.report.untrusted_json import no_constant
 from jettison.request.options import RunRequest
+from jettison.spec.fine_tuning import Base
 from jettison.spec.hardware import hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer
-from jettison.spec.tuning import Base
 
 PROBLEM_TYPE = "application/problem+json"
 

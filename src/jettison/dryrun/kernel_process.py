@@ -21,7 +21,7 @@ from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 
 SECONDS = 300.0  # of one process: it imports torch, on a machine that does other things as well
 MOST_WORKERS = 8
-_START = "from jettison.dryrun.worker import serve; serve()"
+_START = "from jettison.dryrun.kernel_process import serve; serve()"
 
 TravellingCall = tuple[tuple[str, str, str], tuple[Any, ...], dict[str, Any]]
 """A request as it travels: namespace, name and overload of its operator, arguments, keyword arguments."""

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture import fsdp2
-from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
+from jettison.capture.deep_copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
+from jettison.capture.fake_tensor_cache import UNKNOWN, QuickFakeMode
 from jettison.capture.pytrees import op_leaves, op_map, tree_map
-from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.state_kinds import MOST_SHARED
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.core.errors import TraceError

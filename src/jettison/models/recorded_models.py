@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.blocks import find_blocks, only_blocks
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.capture.ledger_entries import Roles, base_name
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.pytrees import op_leaves, tree_leaves

@@ -24,7 +24,7 @@ import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.planner import batches
+from jettison.planner import batch_plans
 from jettison.runtime.callers import argument_of
 from jettison.runtime.loop_assumptions import BatchShape, map_tensors
 from jettison.verify.differences import compare_gradients
@@ -206,7 +206,7 @@ def measured(model: nn.Module, step: Any, x: Tensor) -> int:
 
 
 def test_shapes_that_came_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MOST_SHAPES", 3)
+    monkeypatch.setattr(batch_plans, "MOST_SHAPES", 3)
     model = net()
     handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     for count in range(1, 8):

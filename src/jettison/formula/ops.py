@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.quantized import QUANTISE, quantized_matmul
+from jettison.formula.fp8 import QUANTISE, quantized_matmul
 from jettison.formula.sums import positive
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
+from jettison.spec.fine_tuning import FP8_BLOCK, HEAD, Base, Tuning
 from jettison.spec.fp8 import FP8
-from jettison.spec.tuning import FP8_BLOCK, HEAD, Base, Tuning
 
 WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of GEMMs", "adapter in the dtype of GEMMs"
 
@@ -189,7 +189,7 @@ def unpacked(w: Writer, weight: Weight, shape: tuple[int, ...]) -> list[Value]:
 def _adapted(
     w: Writer, x: Value, kept: Value, out: Value, widths: Sequence[int], split: str | None, *, packed: bool
 ) -> Value:
-    """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`.
+    """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.fine_tuning`.
 
     Args:
         widths: of the adapted parts of ``out``. litgpt 26857050, ``lora.py``, ``LoRAQKVLinear``: their updates are made

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jettison.cost.execution import Execution, Fusion, execution_of, usual_execution
+from jettison.cost.fp8 import LowPrecisionGemms, copying_bytes
 from jettison.cost.kernel import GEMMS, GROUPED, Gemm, Half, Kernel, gemm_seconds, rate
-from jettison.cost.launches import work
-from jettison.cost.low_precision_gemms import LowPrecisionGemms, copying_bytes
+from jettison.cost.region_kernels import work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.time import estimate

@@ -28,10 +28,10 @@ from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of, 
 from jettison.parallel.fake_ranks import held_by_ddp, inside_of_ddp
 from jettison.parallel.recompute_agreement import Agreement, BudgetVerdict, Group, groups_for, ranks_in, talking_groups
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
-from jettison.planner.batches import BatchPlans, alike, padded_batch
+from jettison.planner.batch_plans import BatchPlans, alike, padded_batch
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
+from jettison.planner.cpu_offload import Host, hardware_of, host_of
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
-from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, KeptPlans, bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings

@@ -14,7 +14,7 @@ from benchmarks import megatron_golden
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.formula.quantized import torchao_bytes
+from jettison.formula.fp8 import torchao_bytes
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard  # noqa: F401, which has operators of its own
 
-from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode, call_key
+from jettison.capture.fake_tensor_cache import UNKNOWN, QuickFakeMode, call_key
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {

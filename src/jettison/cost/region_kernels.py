@@ -22,7 +22,7 @@ torch 2.13) merges in fp32, op by op: a cast (6 bytes an element), a subtraction
 subtraction (32), and for every second piece a full copy; backward adds in fp32, copies, and concatenates the gradients
 of keys and values before they are sent.
 
-Kernels of FP8 and FP4 GEMMs: `low_precision_gemms`.
+Kernels of FP8 and FP4 GEMMs: `cost.fp8`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from types import MappingProxyType
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost import kernel as ops
 from jettison.cost.execution import Execution, Fusion
+from jettison.cost.fp8 import LowPrecisionGemms
 from jettison.cost.kernel import Gemm, Half, Kernel, KernelWork
-from jettison.cost.low_precision_gemms import LowPrecisionGemms
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
@@ -82,7 +82,7 @@ def backward_of_attention(step: TapeOp) -> float:
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
-    """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `low_precision_gemms`."""
+    """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `cost.fp8`."""
     pointwise, both = ops.POINTWISE, ops.POINTWISE | ops.REDUCTIONS
     fusable = {Fusion.NONE: frozenset[str](), Fusion.POINTWISE: pointwise, Fusion.COMPILED: both}[fusion]
     made: list[list[int]] = []

@@ -24,7 +24,7 @@ from benchmarks.model_types import (
     tried,
 )
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fake_copies import fake_mode
 from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.cli.ledger import ledger
 from jettison.cli.plan import PlanFlags, plan
@@ -34,7 +34,7 @@ from jettison.families.family import FAMILIES, PAIRS
 from jettison.formula.region import parameter_count
 from jettison.models import spec_from_name
 from jettison.models.huggingface import ConfigRequest, build, config_of
-from jettison.models.recorded import recorded_model
+from jettison.models.recorded_models import recorded_model
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.request.options import RunRequest

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Final
 
 from jettison.core.units import MIB, format_bytes, format_percent, format_seconds
-from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.finding import Finding, FindingKind, change, changes
+from jettison.diagnose.memory_facts import MemoryFacts
 from jettison.diagnose.out_of_memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot
 from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
