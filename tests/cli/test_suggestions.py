@@ -284,6 +284,7 @@ FILES: Final = {
     "trace.json": (TRACE.encode(), "profile"),
     "trace.json.gz": (gzip.compress(TRACE.encode()), "profile"),
     "snapshot.pickle": (pickle.dumps({"segments": [], "device_traces": []}), "report"),
+    "old.pickle": (pickle.dumps({"segments": []}, 0), ""),
     "timeline.html": (b"<html><head><title>GPU Memory Timeline HTML</title></head><body></body></html>", ""),
     "timeline.json": (json.dumps([[1, 2], [[0, 512], [0, 1024]]]).encode(), ""),
     "timeline.raw.json.gz": (gzip.compress(json.dumps([[1, 0, 512, 3], [2, 1, 512, 3]]).encode()), ""),

@@ -55,7 +55,14 @@ def command(
     refuse_to_overwrite(None if out is None or out.is_dir() else out, force=force)
     with on_screen() as say:
         if source.from_file:
-            found = _from_file(plan, source, to=to, gpu=gpu, budget=budget, model=model, progress=say)
+            from jettison.cli.plan import PlanFlags
+            from jettison.cli.plan import plan as plan_of
+
+            if plan is not None:
+                raise UsageError(f"got the plan {plan} and --from {source.from_file[0]}; give one of them")
+            name, request, read = sourced(model, NOTHING_ASKED, source, verb="plan", decides=DECIDED)
+            flags = PlanFlags(gpu=gpu, budget=budget, compile=read is not None and read.compile)
+            found = export_plan(plan_of(name, request, flags, progress=say).document(), to=to, progress=say)
         elif plan is None or budget is not None:
             got = "no plan" if plan is None else f"--budget {budget}, which the plan has already"
             raise UsageError(f"got {got}; expected a file of jettison plan --out, or --from FILE of a trainer")
@@ -74,27 +81,6 @@ def command(
         show(export_table(found))
     for path in written:
         hint(f"wrote {path}")
-
-
-def _from_file(
-    plan: Path | None,
-    source: RunSourceFlags,
-    *,
-    to: str,
-    gpu: str | None,
-    budget: str | None,
-    model: str | None,
-    progress: Progress,
-) -> Exported:
-    from jettison.cli.plan import PlanFlags
-    from jettison.cli.plan import plan as plan_of
-
-    if plan is not None:
-        raise UsageError(f"got the plan {plan} and --from {source.from_file and source.from_file[0]}; give one of them")
-    name, request, found = sourced(model, NOTHING_ASKED, source, verb="plan", decides=DECIDED)
-    flags = PlanFlags(gpu=gpu, budget=budget, compile=found is not None and found.compile)
-    made = plan_of(name, request, flags, progress=progress)
-    return export_plan(made.document(), to=to, progress=progress)
 
 
 @on_terminal

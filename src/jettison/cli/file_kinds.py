@@ -74,6 +74,7 @@ _TESTS: Final[Mapping[str, Callable[[Path, str], bool]]] = {
     "is_snapshot": lambda path, _text: is_snapshot(path),
     "describes_run": lambda path, _text: describes_run(path),
     "timeline": _timeline,
+    "old_pickle": lambda _path, text: text[:2] in ("(d", "(l", "}q", "]q"),  # of a dictionary or a list
 }
 
 

@@ -173,15 +173,8 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
 
         explanation = explain(found, budgets=budgets, hardware=device)
     changes = None if explanation is None else explanation.changes
-    return forecast_report(
-        model,
-        asked,
-        found,
-        limit=limit,
-        choice=choice,
-        fit=_fit(asked, budgets, choice, device, changes) if fit else None,
-        explanation=explanation,
-    )
+    answer = _fit(asked, budgets, choice, device, changes) if fit else None
+    return replace(forecast_report(model, asked, found, choice), limit=limit, fit=answer, explanation=explanation)
 
 
 def _choose(asked: Resolved, limit: Limit, device: Hardware, *, anyway: bool) -> AutoForecast:

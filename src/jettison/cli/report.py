@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from jettison.cli.app import Figures, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.errors import UsageError
@@ -16,8 +15,6 @@ from jettison.report.page import require_browser, save_figures
 from jettison.report.report import Report
 from jettison.report.report_subject import read_subject
 from jettison.report.snapshot import SnapshotReport
-
-_JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 
 
 @verb("report")
@@ -66,25 +63,4 @@ def report(files: Sequence[Path]) -> Report | SnapshotReport:
             raise UsageError(f"got {len(files)} snapshots; expected one, or two to compare")
         read = [read_snapshot(path) for path in files]
         return SnapshotReport(snapshot=read[0], other=read[1] if len(read) == 2 else None)
-    for file in files:
-        _refuse_old_pickle(file)
     return Report(subjects=tuple(read_subject(file) for file in files))
-
-
-def _refuse_old_pickle(path: Path) -> None:
-    """Pickles of protocol 0 and 1 are text, and would be called JSON that is broken. Raise `UsageError` if the file is
-    one: it ends as all pickles do, and does not begin as JSON does.
-    """
-    try:
-        with path.open("rb") as file:
-            first = file.read(1)
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 1))
-            last = file.read(1)
-    except OSError:
-        return  # its reader raises the error
-    if last == b"." and first and first not in _JSON_BEGINS:
-        raise UsageError(
-            f"{path} looks like a pickle of protocol 0 or 1; a memory snapshot is one of protocol 2 to 5, as "
-            "torch.cuda.memory._dump_snapshot writes it, and everything else that is read is JSON"
-        )

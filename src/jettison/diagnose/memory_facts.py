@@ -81,17 +81,10 @@ class StepBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survivor:
-    """A line that leaks in most steps: ``nbytes`` in total, from ``steps`` steps.
+class Survivor(MemoryPart):
+    """A line that leaks in most steps: ``nbytes`` in total, from ``steps`` steps."""
 
-    ``site``: the innermost line of it outside of torch.
-    """
-
-    module: str
-    role: str
-    nbytes: int
     steps: int
-    site: str = ""
 
     @property
     def bytes_per_step(self) -> int:

@@ -24,32 +24,21 @@ from jettison.core.files import MOST_FILE_BYTES, read_bytes
 _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"
 _NUMBERS = f"BININT BININT1 BININT2 LONG1 BINFLOAT {_TRUE_FALSE_NONE}".split()
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_FIXED = {
-    "BININT": 4,
-    "BININT1": 1,
-    "BININT2": 2,
-    "BINFLOAT": 8,
-    "BINGET": 1,
-    "LONG_BINGET": 4,
-    "BINPUT": 1,
-    "FRAME": 8,
-}
+_FIXED = ["BININT", "BININT1", "BININT2", "BINFLOAT", "BINGET", "LONG_BINGET", "BINPUT", "FRAME"]
 _PLAIN = ["EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE"]
 _LENGTHS = {"SHORT_BINUNICODE": 1, "BINUNICODE": 4, "BINUNICODE8": 8}
-_CODE = {op.name: ord(op.code) for op in pickletools.opcodes}
-_NAME = {code: name for name, code in _CODE.items()}
+_NAME = {ord(op.code): op.name for op in pickletools.opcodes}
 _SPECIAL, _REFUSED = -1, -2
 
 
 def _steps() -> list[int]:
     """By operation, how many bytes follow it; `_SPECIAL` where that is not all, `_REFUSED` where it may not be."""
-    steps = [_REFUSED] * 256
-    for name in (*_PLAIN, *_TRUE_FALSE_NONE.split()):
-        steps[_CODE[name]] = 0
-    for name, size in _FIXED.items():
-        steps[_CODE[name]] = size
-    for name in (*_LENGTHS, *_TUPLES, "TUPLE", "LONG1", "LONG_BINPUT", "PROTO", "STOP"):
-        steps[_CODE[name]] = _SPECIAL
+    steps, special = [_REFUSED] * 256, (*_LENGTHS, *_TUPLES, "TUPLE", "LONG1", "LONG_BINPUT", "PROTO", "STOP")
+    for op in pickletools.opcodes:
+        if op.name in (*_PLAIN, *_TRUE_FALSE_NONE.split(), *_FIXED):
+            steps[ord(op.code)] = 0 if op.arg is None else op.arg.n
+        elif op.name in special:
+            steps[ord(op.code)] = _SPECIAL
     return steps
 
 

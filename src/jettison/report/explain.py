@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
@@ -182,19 +181,17 @@ def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
 
 ASIDE: Final = "workspaces, pipeline buffers"
 """Workspaces, and what a pipeline's schedule keeps in addition to micro-batches in flight."""
-_PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "parameters": frozenset({"fixed", "whole", "weights"}),
-        "gradients": frozenset({"gradient", "pending", GRADIENT_COPIES, "made", "shards", "freed"}),
-        "optimizer state": frozenset({"state"}),
-        "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
-        ASIDE: frozenset({"aside", "received", "lifetimes", "transfers"}),
-        "transients": frozenset(
-            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached", "lingering"}
-            | {"input_peak", "rise", "added", "computed", "reducing"}
-        ),
-    }
-)
+_PARTS: Final[Mapping[str, frozenset[str]]] = {
+    "parameters": frozenset({"fixed", "whole", "weights"}),
+    "gradients": frozenset({"gradient", "pending", GRADIENT_COPIES, "made", "shards", "freed"}),
+    "optimizer state": frozenset({"state"}),
+    "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
+    ASIDE: frozenset({"aside", "received", "lifetimes", "transfers"}),
+    "transients": frozenset(
+        {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached", "lingering"}
+        | {"input_peak", "rise", "added", "computed", "reducing"}
+    ),
+}
 """Fields of a load, its units and their parts, by part; ``fixed`` less ``aside``, ``resident`` less ``whole``."""
 _BYTES: Final = frozenset[str]().union(*_PARTS.values())
 

@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, product
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import UsageError
@@ -163,9 +162,11 @@ def _which(model: ModelSpec, layer: Layer) -> str:
 
 WHOLE: Final = "copy"
 """Dimension of unsharded tensors: every tensor-parallel rank has all of it."""
-_DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
-    {4: ("batch", "heads", "sequence", "head"), 2: ("rows", "width"), 1: ("rows",)}
-)
+_DIMS: Final[Mapping[int, tuple[str, ...]]] = {
+    4: ("batch", "heads", "sequence", "head"),
+    2: ("rows", "width"),
+    1: ("rows",),
+}
 """Names of dimensions by their number; otherwise the last is the width, and others are of the sequence."""
 
 
@@ -294,14 +295,12 @@ def _named_part(steps: list[TapeOp]) -> str:
     return ", ".join(words)
 
 
-_OPS: Final = MappingProxyType(
-    {
-        "aten.native_dropout.default": "dropout",
-        "aten.bernoulli.p": "dropout",
-        "aten.mul.Tensor": "dropout",
-        "aten.add.Tensor": "residual sum",
-    }
-)
+_OPS: Final[Mapping[str, str]] = {
+    "aten.native_dropout.default": "dropout",
+    "aten.bernoulli.p": "dropout",
+    "aten.mul.Tensor": "dropout",
+    "aten.add.Tensor": "residual sum",
+}
 
 
 def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:

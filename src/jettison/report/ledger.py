@@ -267,16 +267,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
     return with_former_names(RunRequest, settings)
 
 
-def forecast_report(
-    name: str,
-    asked: Resolved,
-    found: Forecast,
-    *,
-    limit: Limit | None,
-    choice: AutoForecast | None,
-    fit: FitAnswer | None,
-    explanation: Explanation | None,
-) -> LedgerReport:
+def forecast_report(name: str, asked: Resolved, found: Forecast, choice: AutoForecast | None) -> LedgerReport:
     """A forecast in the form that ledgers of live models have as well.
 
     Args:
@@ -306,10 +297,7 @@ def forecast_report(
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
         offloaded_optimizer=found.offloaded_optimizer,
-        limit=limit,
         choice=choice,
-        fit=fit,
-        explanation=explanation,
     )
 
 

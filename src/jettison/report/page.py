@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any, Final
 
 from jettison import __version__
@@ -76,21 +77,8 @@ def page(
     css = "\n".join(asset(name) for name in (*STYLES, *styles))
     shown = _CODE.sub(r"<code>\1</code>", html.escape(intro))
     paragraphs = "".join(f"<p>{text.strip()}</p>\n" for text in shown.split("\n\n") if text.strip())
-    return (
-        "<!doctype html>\n"
-        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-        f'<meta name="generator" content="jettison {html.escape(__version__)}">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
-        f"<header>\n<h1>{html.escape(title)}</h1>\n{paragraphs}"
-        "<noscript><p>The figures of this page are drawn by scripts in it; this browser does not run them.</p>"
-        "</noscript>\n</header>\n<main></main>\n"
-        f"<footer>Made by jettison {html.escape(__version__)}.</footer>\n"
-        f"{''.join(blocks)}</body>\n</html>\n"
-    )
+    texts = {"title": html.escape(title), "version": html.escape(__version__), "policy": policy, "css": css}
+    return Template(asset("page.html")).substitute(texts, paragraphs=paragraphs, blocks="".join(blocks))
 
 
 def _data_blocks(data: Mapping[str, Any]) -> Iterator[str]:

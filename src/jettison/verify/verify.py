@@ -35,16 +35,7 @@ from jettison.runtime.witness import Check
 from jettison.solve.checkpoint_policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.solve.plan import Plan, PlanTensor, policy_name
 from jettison.spec.hardware import Hardware
-from jettison.verify.differences import (
-    MAX_DEPARTURES,
-    Departure,
-    buffer_digest,
-    form_of,
-    independent_copy,
-    parameter_digest,
-    rng_digest,
-    tensor_bytes,
-)
+from jettison.verify import differences
 from jettison.verify.side_by_side import ROUNDS, STEPS, Side, compare_steps, leaving_untrained, mirrored, proof_of
 
 Look = Callable[[Side, Side], None]
@@ -134,7 +125,7 @@ def verify(
                     f"planning changed parameters, buffers or random streams of {type(model).__name__}"
                 )
             progress("copying the model")  # after planning, which counts what else is on the device
-            copied = independent_copy(model)
+            copied = differences.independent_copy(model)
             plain = replace(given, model=copied, optimizer=mirrored(optimizer, model, copied), under=whole_losses)
             proof = _prove(plain, given, applied, steps, rounds, progress)
             if look is not None:
@@ -147,14 +138,14 @@ def verify(
 
 
 def _state_digests(model: nn.Module) -> tuple[object, ...]:
-    return parameter_digest(model), buffer_digest(model), rng_digest()
+    return differences.parameter_digest(model), differences.buffer_digest(model), differences.rng_digest()
 
 
 def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
     progress("comparing every value")
     with torch.enable_grad(), every_value() as seen:
         planned.step()
-    departures = tuple(one.sentence() for one in seen.departures[:MAX_DEPARTURES])
+    departures = tuple(one.sentence() for one in seen.departures[: differences.MAX_DEPARTURES])
     return replace(proof, values_compared=seen.compared, values_bytes=seen.nbytes, departures=departures)
 
 
@@ -337,7 +328,7 @@ class UnpackedValues:
 
     compared: int = 0
     nbytes: int = 0
-    departures: list[Departure] = field(default_factory=list)
+    departures: list[differences.Departure] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -379,10 +370,10 @@ def every_value() -> Iterator[UnpackedValues]:
 def _compare(seen: UnpackedValues, frame: Frame, had: _Kept, now: Tensor) -> None:
     seen.compared += 1
     seen.nbytes += now.numel() * now.element_size()
-    was, became = form_of(had.tensor), form_of(now)
-    if was == became and tensor_bytes(had.tensor) == tensor_bytes(now):
+    was, became = differences.form_of(had.tensor), differences.form_of(now)
+    if was == became and differences.tensor_bytes(had.tensor) == differences.tensor_bytes(now):
         return
     slot = frame.recipe.trace.program.slots[had.handle[3]]
     where, op = ".".join(filter(None, (frame.name, slot.path))), slot.op or "the start"
-    found = Departure.between(had.tensor, now, became, was=was, module=where, op=op, position=had.position)
+    found = differences.Departure.between(had.tensor, now, became, was=was, module=where, op=op, position=had.position)
     seen.departures.append(found)
