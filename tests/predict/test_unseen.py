@@ -18,7 +18,7 @@ from jettison.frameworks.megatron.write import layout_settings, overrides_text
 from jettison.memory.schedule import PipelineShape, Work, device_order
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
-from jettison.report.ledger_table import layout_text
+from jettison.report.ledger import layout_text
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.layout import Schedule

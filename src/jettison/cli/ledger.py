@@ -30,8 +30,6 @@ from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import anchored, placed
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from jettison.search.auto_recompute import AutoForecast
     from jettison.search.largest_fit import FitAnswer, FittingChange
 
@@ -95,15 +93,9 @@ def command(
     report = replace(report, with_entries=entries)
     for warning in report.warnings:
         hint(f"note: {warning}")
-    app.deliver(report.document, lambda: _table(report), form=form, out=out, csv=report.csv, source=source_file)
+    app.deliver(report.document, report.table, form=form, out=out, csv=report.csv, source=source_file)
     with app.answered():
         report.require()
-
-
-def _table(report: LedgerReport) -> RenderableType:
-    from jettison.report.ledger_table import ledger_table
-
-    return ledger_table(report)
 
 
 def ledger(

@@ -18,8 +18,7 @@ from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
 from jettison.predict.ranges import Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.predict.time import Estimate
-from jettison.report.ledger import idle, request_document
-from jettison.report.ledger_table import MOST_STAGES, run_facts
+from jettison.report.ledger import MOST_STAGES, idle, request_document, run_facts
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.request.resolve import Resolved
 from jettison.spec.device_allowance import FitRule, FitVerdict, Range
