@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,7 +13,7 @@ from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_t
 from jettison.core.documents import document, keys_of
 from jettison.core.errors import UsageError, install
 from jettison.core.files import read_table, write_whole
-from jettison.core.process import cores
+from jettison.core.process import cores, package_version
 from jettison.core.units import format_bytes, format_gib
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log, read_watch_record
@@ -123,18 +122,11 @@ PACKAGES = ("jettison", "torch", "transformers", "numpy", "pydantic", "cyclopts"
 def facts() -> list[tuple[str, str]]:
     """(name, value) pairs in the order in which to show them."""
     found = [("python", platform.python_version()), ("platform", platform.platform())]
-    found += [(name, _version(name)) for name in PACKAGES]
+    found += [(name, package_version(name) or "not installed") for name in PACKAGES]
     found.append(("cpu cores", str(cores())))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(("memory", format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
     return found + _accelerators() + environment_notes(os.environ, cores())
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _accelerators() -> list[tuple[str, str]]:

@@ -52,6 +52,16 @@ def cpu_name() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None where there is none."""
+    from importlib.metadata import PackageNotFoundError, version  # on use: the start stays fast
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:
     """Shut down a process pool; ``now``: do not wait for running tasks."""
     if now:

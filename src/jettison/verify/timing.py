@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from jettison import __version__
-from jettison.core.process import cores, uncollected
+from jettison.core.process import cores, package_version, uncollected
 from jettison.core.units import format_bytes
 
 Clock = Callable[[], float]
@@ -102,7 +101,7 @@ def environment() -> dict[str, str]:
         "jettison": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: text for name in _PACKAGES if name in sys.modules and (text := _version(name)) is not None},
+        **{name: text for name in _PACKAGES if name in sys.modules and (text := package_version(name)) is not None},
         "system": f"{platform.system()} {platform.machine()}",
         "cpu cores": str(cores()),
         "threads": str(torch.get_num_threads()),
@@ -112,10 +111,3 @@ def environment() -> dict[str, str]:
         found["accelerator"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
         found["cuda"] = str(torch.version.cuda)
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
