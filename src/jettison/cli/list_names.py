@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.documents import document
+from jettison.core.files import read_table
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
@@ -41,7 +43,7 @@ def command(
 
 def list_names(what: str | None) -> NamesReport:
     """Models, GPUs, precisions, policies, optimizers, export targets: all of them, or one kind."""
-    return NamesReport(rows={name: tuple(kind.made()) for name, kind in _SECTIONS.items() if what in (None, name)})
+    return NamesReport(rows={name: tuple(made()) for name, made in _MADE.items() if what in (None, name)})
 
 
 Row = dict[str, Any]
@@ -59,10 +61,6 @@ def _gpus() -> Iterator[Row]:
         stated["bf16_flops_per_second"] = device.flops_per_second.bf16
         rest = ("memory_bytes_per_second", "link_bytes_per_second", "source", "usable_source", "reached_source")
         yield stated | {name: getattr(device, name) for name in rest}
-
-
-def _per_second(key: str, unit: float, name: str) -> Callable[[Row], str]:
-    return lambda row: "" if row[key] is None else f"{row[key] / unit:,.4g} {name}"
 
 
 def _precisions() -> Iterator[Row]:
@@ -85,61 +83,25 @@ def _worded(words: Mapping[str, str]) -> Iterator[Row]:
     return ({"name": word, "meaning": meaning} for word, meaning in words.items())
 
 
-def _field(name: str) -> Callable[[Row], str]:
-    return lambda row: str(row[name] or "")
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One kind of names.
-
-    Args:
-        made: rows, one a name, as the document has them; the key ``name`` comes first.
-        shown: columns for people: a header, and a cell out of a row.
-    """
-
-    title: str
-    made: Callable[[], Iterator[Row]]
-    shown: Mapping[str, Callable[[Row], str]] = field(default_factory=lambda: {"meaning": _field("meaning")})
-
-
-_SECTIONS: Final = {
-    "models": Section(
-        "Models; a config.json, its folder or a Hugging Face id will do as well",
-        _models,
-        {
-            "parameters": lambda row: format_count(row["parameters"]),
-            "layers": _field("layers"),
-            "hidden": _field("hidden"),
-        },
-    ),
-    "gpus": Section(
-        "Accelerators for --gpu; a TOML file will do as well",
-        _gpus,
-        {
-            "memory": lambda row: format_bytes(row["memory_bytes"]),
-            "usable": lambda row: format_bytes(row["usable_bytes"]),
-            "bf16": _per_second("bf16_flops_per_second", 1e12, "TFLOP/s"),
-            "memory bandwidth": _per_second("memory_bytes_per_second", 1e9, "GB/s"),
-            "links": _per_second("link_bytes_per_second", 1e9, "GB/s"),
-        },
-    ),
-    "precisions": Section(
-        "Precisions for --precision",
-        _precisions,
-        {name: _field(name) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")},
-    ),
-    "policies": Section("Policies for --recompute", lambda: _worded({m.form: m.meaning for m in Mode} | _SQRT)),
-    "optimizers": Section("Optimizers for --optimizer", lambda: _worded({o: o.meaning for o in Optimizer})),
-    "frameworks": Section("Framework presets for --like, and the flags that each sets on one GPU", _frameworks),
-    "targets": Section(
-        "Targets of export --to", lambda: _worded({name: one["says"] for name, one in named("targets").items()})
-    ),
+_MADE: Final[Mapping[str, Callable[[], Iterator[Row]]]] = {
+    "models": _models,
+    "gpus": _gpus,
+    "precisions": _precisions,
+    "policies": lambda: _worded({mode.form: mode.meaning for mode in Mode} | _SQRT),
+    "optimizers": lambda: _worded({optimizer: optimizer.meaning for optimizer in Optimizer}),
+    "frameworks": _frameworks,
+    "targets": lambda: _worded({name: one["says"] for name, one in named("targets").items()}),
 }
-
+"""Rows by kind, one a name, as the document has them; the key ``name`` comes first."""
+_SHOWN: Final = read_table(Path(__file__).with_suffix(".toml"))
+_FORMATS: Final[Mapping[str, Callable[[Any], str]]] = {
+    "text": str,
+    "count": format_count,
+    "bytes": format_bytes,
+    "TFLOP/s": lambda rate: f"{rate / 1e12:,.4g} TFLOP/s",
+    "GB/s": lambda rate: f"{rate / 1e9:,.4g} GB/s",
+}
 SCHEMA: Final = "jettison.list/1"
-SENTENCES: Final = frozenset({"meaning"})
-"""Columns of text; the others are figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +118,12 @@ class NamesReport:
         """A table for each kind."""
         parts: list[RenderableType] = []
         for name, rows in self.rows.items():
-            title, shown = _SECTIONS[name].title, _SECTIONS[name].shown
-            texts = [header for header in shown if header in SENTENCES]
-            cells = [(row["name"], *(cell(row) for cell in shown.values())) for row in rows]
-            parts += ["", grid(title, ("name", *texts), [one for one in shown if one not in SENTENCES], cells)]
+            columns: dict[str, list[str]] = _SHOWN[name]["columns"]
+            texts, figures = ([one for one in columns if (one == "meaning") is said] for said in (True, False))
+            cells = [(row["name"], *(_cell(row[key], how) for key, how in columns.values())) for row in rows]
+            parts += ["", grid(_SHOWN[name]["title"], ("name", *texts), figures, cells)]
         return Group(*parts)
+
+
+def _cell(value: Any, how: str) -> str:
+    return "" if value is None else _FORMATS[how](value)
