@@ -21,6 +21,7 @@ from jettison.core.errors import UsageError
 from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
+from jettison.diagnose.finding import table
 
 MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"
@@ -31,18 +32,9 @@ OPTIMIZER_STEP: Final = "Optimizer.step#"
 LOADER: Final = "enumerate(DataLoader)"
 ENGINE: Final = "autograd::engine::evaluate_function"
 _STEP: Final = "ProfilerStep#"
-_RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
-_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME, _DEVICE = table("trace_names")["runtime"], table("trace_names")["device"]
 UNMARKED: Final = "step"
 _CALL: Final = "python_function"
-_OLD: Final = {
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Operator": "cpu_op",
-    "Runtime": "cuda_runtime",
-}
-"""Names of torch 1.8 to 1.11."""
 
 
 class ProfilerSlice(NamedTuple):
@@ -188,7 +180,7 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
 
 def _read(events: list[Any], name: str) -> tuple[list[ProfilerSlice], list[MemoryPoint]]:
     """Slices and counters of the allocator, in one pass."""
-    kinds = {kind: kind for kind in ("cpu_op", "user_annotation", *_RUNTIME, *_DEVICE)} | _OLD
+    kinds = {kind: kind for kind in ("cpu_op", "user_annotation", *_RUNTIME, *_DEVICE)} | table("trace_names")["old"]
     slices, points = list[ProfilerSlice](), list[MemoryPoint]()
     for event in events:
         if type(event) is not dict:

@@ -18,6 +18,7 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
+from jettison.diagnose.finding import table
 from jettison.diagnose.profile_file import (
     ENGINE,
     LOADER,
@@ -34,19 +35,11 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
 """Multiple of the other steps' median above which a step is warmup, and excluded from averages."""
-_ALLOCATES: Final = (
-    "cudaMalloc",
-    "cudaFree",
-    "cudaMallocAsync",
-    "cuMemCreate",
-    "cuMemMap",
-    "cuMemUnmap",
-    "cudaMemGetInfo",
+_ALLOCATES, _WAITS, _COMPILED, _COPIES, _FORWARD = (
+    tuple(table("trace_names")[kind]) for kind in ("allocates", "waits", "compiled", "copies", "attention")
 )
-_WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-_COMPILED: Final = ("CompiledFunction", "CompiledFunctionBackward")
-"""Operators around code of torch.compile."""
-_COPIES: Final = ("aten::copy_", "aten::_to_copy")
+_BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
+_COUNTED: Final = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", *_FORWARD, *_BACKWARD}
 _LEAST_GAP_NS: Final = 2_000
 
 
@@ -423,15 +416,6 @@ def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:
 
 
 # FLOPs: a multiply-add is 2 -------------------------------------------------------------------------------------------
-
-_FORWARD: Final = (
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-)
-_BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
-_COUNTED: Final = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", *_FORWARD, *_BACKWARD}
 
 
 def _flops(ops: Iterable[ProfilerSlice], start: int, end: int) -> int:
