@@ -32,11 +32,6 @@ MOST_READ_BYTES: Final = 256 << 20
 RESTARTS_FROM: Final = 3
 """Steps: a number that falls by less is another rank's line."""
 _STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\['\"]*([\d,]+)", re.IGNORECASE)
-_ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n|]{0,12}([\d.,]+) ?([KMGT]i?B)\b")
-_UNIT_FIRST: Final = re.compile(
-    r"(?<!max )(?<!max_)(?<!peak )(?<!peak_)allocated[ _]?\(?(GiB|GB|MiB|MB)\)?[\"']?\s*[:=]\s*([\d.]+)", re.IGNORECASE
-)
-_UNIT_BEFORE: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
 _WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
 _TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
@@ -158,11 +153,8 @@ def _steps(before: str) -> tuple[StepBytes, ...]:
 
 
 def _allocated(line: str) -> int | None:
-    for pattern, number, unit in ((_UNIT_BEFORE, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
-        found = pattern.search(line)
-        if found is not None:
-            return size_of(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))
-    return None
+    found = next(filter(None, (pattern.search(line) for pattern in _patterns("allocated"))), None)
+    return None if found is None else size_of(found["number"], _WRITTEN.get(found["unit"].lower(), found["unit"]))
 
 
 # messages -------------------------------------------------------------------------------------------------------------
@@ -493,19 +485,6 @@ def joined(text: str, at: int, length: int) -> tuple[str, str]:
 
 
 SCHEMA: Final = "jettison.watch/1"
-_OF_THE_MESSAGE: Final = (
-    "total_bytes",
-    "outside_bytes",
-    "other_processes_bytes",
-    "unaccounted_bytes",
-    "shared_bytes",
-    "trainer",
-    "evaluating",
-    "colocated",
-    "own_optimizer",
-    "device",
-)
-"""Facts that only an error message has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,7 +544,7 @@ def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
     if kept is not None and kept.exists():
         seen = facts_of_snapshot(read_snapshot(kept))
         if record.error and seen.failed and facts.failure is Failure.REQUEST:
-            told = {name: getattr(facts, name) for name in _OF_THE_MESSAGE}
+            told = {name: getattr(facts, name) for name in table("log_forms")["message_facts"]}
             phase = facts.phase if seen.phase is StepPhase.UNKNOWN else seen.phase
             facts = replace(seen, **told, phase=phase, logits=seen.logits or facts.logits, source=path.name)
         else:
