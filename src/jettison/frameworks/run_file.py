@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -22,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from jettison.core.documents import part
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, found_file, read_config_file, split_name
@@ -729,7 +729,7 @@ def table_of(framework: str) -> Mapping[str, Any]:
 @cache
 def models(framework: str) -> Mapping[str, Mapping[str, Any]]:
     """Load a framework's ``models.toml``: sizes of the models that its files name."""
-    return tomllib.loads((frameworks.FOLDER / framework / "models.toml").read_text(encoding="utf-8"))
+    return read_table(frameworks.FOLDER / framework / "models.toml")
 
 
 def launched(values: Mapping[str, Any]) -> Iterator[int | None]:

@@ -13,7 +13,6 @@ attention stays within the documents of a row.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 
 Part = tuple[Tensor, int]
 """Positions of a rank's n tokens, and the length s of their sequence. Documents cover all of it, b × s."""
@@ -295,7 +295,7 @@ class Llama(Reference):
         return (rotary, document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]))
 
 
-ARCHITECTURES: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+ARCHITECTURES: Final[Mapping[str, Any]] = read_table(Path(__file__).with_suffix(".toml"))
 _KINDS: Final = ((Gpt, GptConfig), (Llama, LlamaConfig))
 RECORD: Final[Mapping[str, tuple[Any, Any]]] = {kind.__name__.lower(): (kind, sizes) for kind, sizes in _KINDS}
 """Models of record and their sizes, by architecture."""

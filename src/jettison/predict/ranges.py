@@ -25,7 +25,6 @@ The range of device bytes includes that of context and communicators. On CPU not
 
 from __future__ import annotations
 
-import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +35,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from jettison.core.files import read_table
 from jettison.core.units import GIB, format_bytes, format_seconds
 from jettison.predict.optimizer_step import segments_after_update
 from jettison.predict.stages import cached_segments, other_streams, segments_before_training
@@ -319,7 +319,7 @@ def time_residual(run: Run, hardware: str) -> Residual:
 
 @cache
 def _table() -> dict[Measure, dict[str, dict[str, Any]]]:
-    rows = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    rows = read_table(DATA)
     return {
         measure: {row["kind"]: {key: value for key, value in row.items() if key != "kind"} for row in rows[measure]}
         for measure in Measure

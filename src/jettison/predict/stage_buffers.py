@@ -20,7 +20,6 @@ the next step.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -28,6 +27,7 @@ from types import CodeType
 from typing import Any, Final, NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
+from jettison.core.files import read_table
 from jettison.formula.attention import MASK
 from jettison.formula.region import HEAD
 from jettison.ledger.program import Program
@@ -58,7 +58,7 @@ class FrameworkBuffer(NamedTuple):
 @cache
 def framework_buffers() -> tuple[FrameworkBuffer, ...]:
     """Return the rows of all frameworks' tables."""
-    tables = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*/buffers.toml"))]
+    tables = map(read_table, sorted(FOLDER.glob("*/buffers.toml")))
     return tuple(
         FrameworkBuffer(
             name=row["name"],

@@ -69,10 +69,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.spec.model import ModelSpec
 
 PACKED_BLOCK: Final = 64
@@ -139,27 +141,15 @@ class Upcast(StrEnum):
 
 
 ALL: Final = "all-linear"
-_NAMES_OF: Final = {
-    "query": "q_proj q_b_proj q query linear_qkv",
-    "key": "k_proj k key linear_qkv",
-    "value": "v_proj v value linear_qkv",
-    "qkv": "qkv_proj query_key_value c_attn linear_qkv",
-    "out": "o_proj o out_proj c_proj linear_proj dense",
-    "query_down": "q_a_proj",
-    "key_value_down": "kv_a_proj_with_mqa",
-    "key_value": "kv_b_proj",
-    "gate": "gate_proj wi_0 linear_fc1",
-    "up": "up_proj wi wi_1 fc1 c_fc linear_fc1 dense_h_to_4h",
-    "down": "down_proj wo fc2 c_proj linear_fc2 dense_4h_to_h",
-    "gate_up": "gate_up_proj linear_fc1 dense_h_to_4h",
-}
-_LAYERS: Final = tuple(_NAMES_OF)
+_PARTS: Final = read_table(Path(__file__).with_suffix(".toml"))
+_LAYERS: Final = {layer: names for part in _PARTS.values() for layer, names in part.items()}
 TARGETS: Final = MappingProxyType(
     {
-        name: tuple(layer for layer, names in _NAMES_OF.items() if name in names.split())
-        for name in " ".join(_NAMES_OF.values()).split()
+        name: tuple(layer for layer, others in _LAYERS.items() if name in others)
+        for names in _LAYERS.values()
+        for name in names
     }
-    | {"qkv": _LAYERS[:4], "attention": _LAYERS[:8], "mlp": _LAYERS[8:]}
+    | {"qkv": tuple(_LAYERS)[:4], **{part: tuple(layers) for part, layers in _PARTS.items()}}
 )
 """Linear layers by PEFT's names of target modules, and by names for several."""
 _KEYS: Final = ("r", "alpha", "targets", "dropout", "modules_to_save")

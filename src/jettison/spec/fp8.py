@@ -39,11 +39,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.spec.kernels import kernels as kernel_set
+from jettison.spec.kernels import typed
 
 
 class Library(StrEnum):
@@ -168,29 +171,14 @@ class Fp8Recipe:
         return prod(several) * (self.both_bytes(self.weights, rows, columns) + history)
 
 
-_BLACKWELL: Final = "-blackwell"
-_DELAYED: Final = Fp8Recipe(name="delayed", rows_are_gathered=True, keeps_original=False, history=1)
-_TENSORWISE: Final = Fp8Recipe(name="tensorwise", rows_are_gathered=True)
-_ROWWISE: Final = Fp8Recipe(name="rowwise", library=Library.TORCHAO, inputs=Scales.ROW, weights=Scales.ROW)
 RECIPES: Final = MappingProxyType(
     {
-        (r.library, r.name): r
-        for r in (
-            _DELAYED,
-            replace(_DELAYED, name=_DELAYED.name + _BLACKWELL, either_way=True),
-            _TENSORWISE,
-            replace(_TENSORWISE, name=_TENSORWISE.name + _BLACKWELL, either_way=True),
-            Fp8Recipe(name="blockwise", inputs=Scales.LINES, weights=Scales.SQUARES),
-            Fp8Recipe(name="mxfp8", inputs=Scales.MX, weights=Scales.MX, multiple=32, expert_rows=32),
-            Fp8Recipe(name="nvfp4", bits=4, inputs=Scales.NV, weights=Scales.NV, expert_rows=128),
-            Fp8Recipe(name="tensorwise", library=Library.TORCHAO),
-            _ROWWISE,
-            replace(_ROWWISE, name="rowwise_with_gw_hp", high_precision_weight_gradient=True),
-            Fp8Recipe(name="mxfp8", library=Library.TORCHAO, inputs=Scales.MX, weights=Scales.MX),
-        )
+        (Library(library), name): Fp8Recipe(name=name, library=Library(library), **typed(Fp8Recipe, fields))
+        for library, recipes in read_table(Path(__file__).with_suffix(".toml")).items()
+        for name, fields in recipes.items()
     }
 )
-"""Recipes by library and its name; Megatron sets ``nvfp4`` by --fp4-recipe, and -blackwell is a suffix of ours."""
+"""Recipes by library and its name."""
 
 
 def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recipe:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import known
+from jettison.core.files import read_table
 
 FOLDER: Final = Path(__file__).parents[1] / "frameworks"
 BASE_STACK: Final = "base"
@@ -47,7 +48,7 @@ def _tables(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def read_tables() -> Mapping[str, Mapping[str, Any]]:
     """Load ``read.toml`` by folder: keys of the framework's files."""
     files = sorted(FOLDER.glob("*/read.toml"))
-    return {file.parent.name: tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
+    return {file.parent.name: read_table(file) for file in files}
 
 
 @cache

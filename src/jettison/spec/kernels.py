@@ -6,14 +6,16 @@ The same layer saves different tensors under different code. A named set of thes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from jettison.core.errors import UsageError, known
-from jettison.core.units import KIB, MIB
+from jettison.core.files import read_table
 from jettison.spec.frameworks import named
 
 FORMER_VALUES: Final = {
@@ -276,22 +278,19 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
 _DOCUMENTS: Final = MappingProxyType(
     {"eager": Documents.MASK, "sdpa": Documents.MASK, "flash-attn": Documents.VARLEN, "flex": Documents.BLOCKS}
 )
-_TYPES: Final = MappingProxyType(
-    {
-        "attention": AttentionKernel,
-        "loss": Loss,
-        "documents": Documents,
-        "cp_comm_type": CpCommType,
-        "combine": Combine,
-        "ssm_kernels": SsmKernels,
-        "declared": tuple,
-    }
-)
 
 
-def typed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert fields of `Kernels` from TOML: strings to enum members, lists to tuples."""
-    return {key: _TYPES[key](value) if key in _TYPES else value for key, value in fields.items()}
+@cache
+def _choices(kind: type) -> Mapping[str, type[StrEnum]]:
+    """Fields of a dataclass that are a member of an enum."""
+    hints = get_type_hints(kind).items()
+    return {name: hint for name, hint in hints if isinstance(hint, type) and issubclass(hint, StrEnum)}
+
+
+def typed(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert fields of a dataclass from TOML: strings to enum members, lists to tuples."""
+    lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    return {**fields, **lists, **{key: made(fields[key]) for key, made in _choices(kind).items() if key in fields}}
 
 
 def sets_with(choice: str) -> str:
@@ -313,7 +312,7 @@ def kernels(name: str, family: str = "") -> Kernels:
     fields |= {field: False for field, families in but.items() if family in families}
     for key in ("order", "folder"):
         fields.pop(key)
-    return replace(base, name=name, **typed(fields))
+    return replace(base, name=name, **typed(Kernels, fields))
 
 
 # workspaces -----------------------------------------------------------------------------------------------------------
@@ -349,23 +348,13 @@ class Workspaces:
     router_bytes: int = 0
 
 
-_OLDER, _HOPPER = 8 * MIB + 128 * KIB, 32 * MIB
-_TE_OLDER, _TE_HOPPER = 4 * MIB, 32 * MIB + KIB
 WORKSPACES: Final = MappingProxyType(
     {
-        w.name: w
-        for w in (
-            Workspaces(name="none"),
-            Workspaces(name="torch-ampere", torch_bytes=_OLDER, router_bytes=_TE_OLDER),
-            Workspaces(name="torch-hopper", torch_bytes=_HOPPER, router_bytes=_TE_HOPPER),
-            Workspaces(name="torch-blackwell", torch_bytes=_OLDER, router_bytes=_TE_HOPPER),
-            Workspaces(name="te-ampere", torch_bytes=_OLDER, library_bytes=_TE_OLDER),
-            Workspaces(name="te-hopper", torch_bytes=_HOPPER, library_bytes=_TE_HOPPER),
-            Workspaces(name="te-blackwell", torch_bytes=_OLDER, library_bytes=_TE_HOPPER),
-        )
+        name: Workspaces(name=name, **sizes)
+        for name, sizes in read_table(Path(__file__).with_suffix(".toml"))["workspaces"].items()
     }
 )
-"""Workspaces by library and GPU; torch of 2026 has Hopper's sizes on Blackwell."""
+"""Workspaces by library and GPU."""
 
 
 def workspaces(name: str) -> Workspaces:

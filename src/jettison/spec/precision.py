@@ -25,11 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import UsageError, known
+from jettison.core.files import read_table
 from jettison.spec.fp8 import FP8, Fp8Recipe
 from jettison.spec.frameworks import named
 
@@ -168,40 +170,10 @@ def gradient_rule(
     )
 
 
-_FULL: Final = Precision(name="fp32", compute="float32", parameter="float32", gradient="float32")
-_PURE: Final = Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16")
-_HALF: Final = Precision(name="fp16", compute="float16", parameter="float16", gradient="float16")
-_MIXED: Final = replace(_PURE, name="bf16", master="float32")
-_AWARE: Final = replace(_PURE, name="bf16-aware", master="int16", moment="bfloat16")
-"""Moments in bf16: NOTE [ Precision-aware optimizers ]."""
 PRECISIONS: Final = MappingProxyType(
-    {
-        p.name: p
-        for p in (
-            _FULL,
-            _MIXED,  # 2 + 2 + 4 + 8 = 16 bytes a parameter with Adam
-            replace(_MIXED, name="bf16-grad32", accumulator="float32"),  # 20 bytes
-            # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
-            replace(_MIXED, name="bf16-main32", gradient="float32"),
-            # Megatron's ``--grad-reduce-in-bf16``: the optimizer copies gradients to fp32
-            replace(_MIXED, name="bf16-reduce16", optimizer_gradient="float32"),
-            replace(_HALF, name="fp16-main32", master="float32", optimizer_gradient="float32"),
-            # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
-            _AWARE,  # 10 bytes
-            replace(_AWARE, name="bf16-aware-grad32", gradient="float32"),  # 12 bytes
-            # 12 bytes, 16 in a step
-            replace(_AWARE, name="bf16-bridge", master="float32", optimizer_gradient="float32"),
-            _PURE,
-            # 10 bytes: DeepSpeed's ``bf16_master_weights_and_grads`` with ``bf16_optimizer_states``
-            replace(_PURE, name="bf16-master16", master="bfloat16"),
-            # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
-            replace(_FULL, name="bf16-autocast", compute="bfloat16"),
-            replace(_FULL, name="fp16-autocast", compute="float16"),
-            replace(_MIXED, name="fp8", gemm_inputs=FP8),
-        )
-    }
+    {name: Precision(name=name, **fields) for name, fields in read_table(Path(__file__).with_suffix(".toml")).items()}
 )
-"""Precisions by name; comments count bytes a parameter."""
+"""Precisions by name."""
 
 
 class Optimizer(StrEnum):
