@@ -16,7 +16,7 @@ that an in-place op writes to, its first argument: torch raises if a saved tenso
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -235,9 +235,10 @@ def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     return with_input_on_host(checkpointed(decision))
 
 
-def as_the_plan_moves(decision: Decision) -> LayerPolicy:
+def as_the_plan_moves(decision: Decision, checkpoint: Callable[[Decision], LayerPolicy] = checkpointed) -> LayerPolicy:
     """Return the policy of a checkpoint, its inputs offloaded to CPU if the plan offloads tensors of the layer."""
-    return checkpointed_on_host(decision) if decision.offloaded else checkpointed(decision)
+    policy = checkpoint(decision)
+    return with_input_on_host(policy) if decision.offloaded else policy
 
 
 def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:

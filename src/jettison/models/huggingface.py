@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fake_copies import fake_copy
 from jettison.core.errors import UsageError, install
+from jettison.core.files import read_table
 from jettison.core.objects import set_to
 from jettison.families.config import read_values
 from jettison.models.model_types import require_known, treat_as
@@ -24,21 +25,7 @@ from jettison.spec.model import CHARACTERS, SECOND
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
-MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    "MODEL_FOR_CTC_MAPPING",
-    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
-    "MODEL_FOR_PRETRAINING_MAPPING",
-)
+MAPPINGS: Final[list[str]] = read_table(Path(__file__).with_suffix(".toml"))["trainable"]
 """Tables of trainable classes for a config that names none: the first that knows the config."""
 
 

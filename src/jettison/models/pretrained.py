@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.core.errors import UsageError, install
+from jettison.core.files import read_table
 from jettison.models.reference import ARCHITECTURES, Llama, LlamaConfig
 
 safe_open: Any
@@ -231,18 +232,7 @@ def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
 # writing for `from_pretrained` ----------------------------------------------------------------------------------------
 
 
-COPIED_FILES: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template*",
-    "generation_config.json",
-)
+COPIED_FILES: Final[list[str]] = read_table(Path(__file__).with_name("huggingface.toml"))["copied"]
 """Files of a pretrained model's folder that go with its weights: the tokenizer's, and how text is generated."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, SupportsIndex
 
 from lightning.pytorch import Callback
@@ -96,14 +97,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _Following:
+class _Following(partial[Any]):
     """Replaces ``training_step`` after its first call; no module, since a module would register it."""
-
-    def __init__(self, step: TrainingStep) -> None:
-        self.step = step
-
-    def __call__(self, *batch: Any) -> Any:
-        return self.step(*batch)
 
 
 class TrainingStep(nn.Module):

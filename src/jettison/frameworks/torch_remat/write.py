@@ -26,10 +26,10 @@ from jettison.frameworks.layer_policies import (
     LayerAction,
     LayerPolicy,
     Subject,
+    as_the_plan_moves,
     drawing,
     kept_whole,
     random_states,
-    with_input_on_host,
     writes_in_place,
 )
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
@@ -98,19 +98,21 @@ def _chosen(nearest: Nearest) -> Priced:
         stand_in = pieces("offload.py.txt")["stand_in"]
         return code(subject, policies) + (stand_in if any(policy.offloaded for policy in policies) else "")
 
+    moved = partial(as_the_plan_moves, checkpoint=by_regions)
+
     def nearest_of(decision: Decision) -> LayerPolicy:
         """Choose for a partly recomputed layer: its input offloaded, or regions that keep no more."""
         if decision.offloaded:
-            return _as_the_plan_moves(decision)
+            return moved(decision)
         ours = options_of(decision, lambda op: op_seconds(op, subject.hardware))
         return next((o.policy for o in ours if o.policy.kept_bytes <= decision.kept_bytes), ours[-1].policy)
 
     nearest = nearest.saying(could, write)
     if subject.moves:
-        return nearest.with_moves(_as_the_plan_moves, nearest_of)
+        return nearest.with_moves(moved, nearest_of)
     if subject.whole_layers:
         whole, cost = nearest.checkpoints()
-        carried_out = (by_regions(p.decision, ()) if p.action is LayerAction.CHECKPOINT else p for p in whole)
+        carried_out = (by_regions(p.decision) if p.action is LayerAction.CHECKPOINT else p for p in whole)
         return tuple(carried_out), cost
     options = _options(subject)
     steps = steps_down(options)
@@ -150,11 +152,6 @@ def _options(subject: Subject) -> list[tuple[Option, ...]]:
     ]
 
 
-def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
-    policy = by_regions(decision, ())
-    return with_input_on_host(policy) if decision.offloaded else policy
-
-
 def _notes(policies: Sequence[LayerPolicy]) -> Iterator[str]:
     if any(policy.action is not LayerAction.KEEP for policy in policies):
         yield "torch_remat recomputes a layer to its last op, also results that backward does not need"
@@ -183,7 +180,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     return text + (host["code"] if moves else "")
 
 
-def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
+def by_regions(decision: Decision, marks: Iterable[str] = ()) -> LayerPolicy:
     """Return the policy of a checkpoint in which these modules are saved regions."""
     program, chosen = decision.program, tuple(sorted(marks))
     homes = [_home(op.path, chosen) for op in program.ops]
