@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "sweep": "segments of k layers, for all k up to 16 and one in four above",
         "policies": "bytes and FLOPs of none, selective, block:n and every:k",
         "offload": "seconds by link, and where recompute and offload break even",
-        "fp8": "delayed scaling when layers run again",
+        "fp8": "delayed scaling when layers are recomputed",
         "toy": "the matmuls of a toy whose baseline checkpoints already",
         "rules": "rules of thumb beside what is counted",
         "figures": "draw docs/lesson's figures",

@@ -98,7 +98,7 @@ def policies() -> str:
         Series(name="block:n, none to full", points=[by_name[name] for name in blocks]),
         Series(name="every:k, full to every:32", points=[by_name[name] for name in segments]),
     ]
-    x = Axis(label="FLOPs that run again, % of a step", low=0, high=35, ticks=(0, 10, 20, 30))
+    x = Axis(label="recomputed FLOPs, % of a step", low=0, high=35, ticks=(0, 10, 20, 30))
     y = Axis(label="most values at one moment, GB", low=0, high=100, ticks=(0, 25, 50, 75, 100))
     notes = [Note(words="full", at=by_name["full"])]
     return lines("32 layers: fewer bytes for more work, until segments grow", x, y, series, notes)
@@ -112,9 +112,9 @@ def offload() -> str:
     sent = [(link, dry_run(network, away, Machine(link_bytes_per_second=link * 1e9)).seconds) for link in links]
     ends = (links[0], links[-1])
     series = [
-        Series(name="everything sent away", points=sent),
-        Series(name="computed again (full)", points=[(link, again) for link in ends], is_marked=False),
-        Series(name="kept", points=[(link, plain) for link in ends], is_marked=False),
+        Series(name="all kept tensors offloaded", points=sent),
+        Series(name="recomputed (full)", points=[(link, again) for link in ends], is_marked=False),
+        Series(name="no checkpointing", points=[(link, plain) for link in ends], is_marked=False),
     ]
     even = studies.offload(network)[0]["break-even GB/s"]
     x = Axis(label="link to the host, GB/s one way", low=8, high=724, ticks=(8, 16, 32, 64, 128, 256, 512), is_log=True)
@@ -124,12 +124,12 @@ def offload() -> str:
 
 
 def fp8() -> str:
-    """The scale of a layer in forward, and when it runs again."""
+    """The scale of a layer in forward, and in its recomputation."""
     rows = replay(snapshot=False)
     series = [
-        Series(name="everything kept", points=[(row.step, row.scale) for row in rows]),
-        Series(name="when a layer runs again", points=[(row.step, row.again_scale) for row in rows]),
+        Series(name="no checkpointing", points=[(row.step, row.scale) for row in rows]),
+        Series(name="in recomputation", points=[(row.step, row.again_scale) for row in rows]),
     ]
     x = Axis(label="step; the input of step 3 is eight times as large", low=0, high=11, ticks=range(12))
     y = Axis(label="FP8 scale of the first layer", low=0, high=200, ticks=(0, 50, 100, 150, 200))
-    return lines("Delayed scaling, run again with the scale of the moment", x, y, series)
+    return lines("Delayed scaling, recomputed with the current scale", x, y, series)

@@ -85,7 +85,7 @@ def _attention(at: str, x: str, form: _Form) -> Iterator[Step]:
 
 
 def _core(at: str, form: _Form) -> Iterator[Step]:
-    """What selective recomputation runs again, op by op: eager attention."""
+    """Steps of selective recomputation, op by op: eager attention."""
     b, s, _ = form.shape
     mixed = f"{at}probabilities"
     yield Step(op=Scores(heads=form.heads), inputs=(f"{at}q", f"{at}k"), output=f"{at}scores")

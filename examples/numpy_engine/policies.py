@@ -1,4 +1,4 @@
-"""Plans: what is kept between forward and backward, which steps run again, and what waits on the host."""
+"""Plans: what is kept between forward and backward, which steps are recomputed, and what is offloaded to CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .network import Network
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Each unit is a run of steps that run again, together, when the backward of the last of them begins.
+    """Each unit is a run of steps that are recomputed together when the backward of the last of them begins.
 
     ``to_the_end`` runs all of a unit, as a wrapper does that knows nothing of what is inside. Backward asks only for
     what its ops read, so that the last matmul of a unit need not run: torch.utils.checkpoint stops there by default.
@@ -22,7 +22,7 @@ class Plan:
     host: frozenset[str] = frozenset()
 
     def again(self, network: Network, unit: range) -> tuple[int, ...]:
-        """The steps of a unit that run again: what makes values that its backward misses, and what those need."""
+        """The recomputed steps of a unit: what makes values that its backward misses, and what those need."""
         if self.to_the_end:
             return tuple(unit)
         missing = {name for number in unit for name in network.steps[number].reads} - self.keep
@@ -46,7 +46,7 @@ def input_of(network: Network, layer: range) -> str:
 
 
 def keep_all(network: Network) -> Plan:
-    """Nothing runs again."""
+    """No recomputation."""
     return Plan(name="none", keep=reads_of(network, range(len(network.steps))))
 
 
@@ -87,14 +87,14 @@ def homes(network: Network, plan: Plan) -> dict[str, int]:
     for number, layer in enumerate(network.layers):
         for name in (reads_of(network, layer) | {input_of(network, layer)}) & plan.keep:
             found[name] = number
-        for unit in plan.units:  # which runs again from its first layer's input, when its last layer's backward begins
+        for unit in plan.units:  # recomputed from its first layer's input, when its last layer's backward begins
             if unit.stop - 1 in layer:
                 found[input_of(network, unit)] = number
     return found
 
 
 def offloaded(network: Network, plan: Plan) -> Plan:
-    """What a plan keeps waits on the host, but for the last layer's: that is wanted at once."""
+    """All kept values offloaded but the last layer's, whose backward comes at once."""
     last = len(network.layers) - 1
     host = frozenset(name for name, layer in homes(network, plan).items() if layer < last)
     return replace(plan, name=f"{plan.name} + host", host=host)

@@ -156,7 +156,7 @@ def _policy_row(found: Outcome, plain: Outcome) -> dict[str, Any]:
 
 
 def offload(network: Network) -> Found:
-    """Seconds of a step by link: everything kept, computed again, sent away; and where the last two break even."""
+    """Seconds of a step by link: no checkpointing, recomputation, offload; and where the last two break even."""
 
     def seconds(plan: Plan, link: float) -> float:
         return dry_run(network, plan, Machine(link_bytes_per_second=link)).seconds
@@ -169,8 +169,8 @@ def offload(network: Network) -> Found:
         sent, inputs = (
             dry_run(network, plan, Machine(link_bytes_per_second=link)) for plan in (away, offloaded(network, full))
         )
-        row = {"link": name, "GB/s": link / GB, "sent away": sent.seconds, "of it waiting": sent.waited_seconds}
-        rows.append(row | {"full": again.seconds, "full, inputs on the host": inputs.seconds, "kept": plain.seconds})
+        row = {"link": name, "GB/s": link / GB, "offloaded": sent.seconds, "of it waiting": sent.waited_seconds}
+        rows.append(row | {"full": again.seconds, "full, inputs offloaded": inputs.seconds, "none": plain.seconds})
     even = _lowest(lambda link: seconds(away, link) <= again.seconds)
     hidden = _lowest(lambda link: seconds(away, link) <= plain.seconds * 1.001)
     facts = {"break-even GB/s": even / GB, "hides from GB/s": hidden / GB}
@@ -199,7 +199,7 @@ def fp8(*, snapshot: bool, history: int = 4) -> Found:
         {
             "step": row.step,
             "scale": row.scale,
-            "scale again": row.again_scale,
+            "recomputed with": row.again_scale,
             "gradients identical": row.gradients_identical,
             "worst": row.worst,
         }

@@ -1,4 +1,4 @@
-"""One training step under a plan: forward, what is let go, what runs again, backward. A dry run does it on ghosts."""
+"""One training step under a plan: forward, what is freed, what is recomputed, backward. A dry run does it on ghosts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@
     node.append(svg("text", { x: LEFT - 6, y: top + 8, dy: "0.32em", "text-anchor": "end", fill: "currentColor" }, "link"));
     node.append(svg("text", { x: LEFT - 6, y: top + 34, dy: "0.32em", "text-anchor": "end", fill: "currentColor" }, "host"));
     for (const [out, where, batch, start, end, nbytes] of stage.copies) {
-      const rect = svg("rect", { x: x(start), y: out ? top : top + 8, width: Math.max(0.8, x(end) - x(start)), height: 7, fill: J.marks.hatch(out ? "solid" : "diagonal", "var(--host)"), stroke: "var(--host)", "stroke-width": 0.5, "data-text": `stage ${s}: ${where} of micro-batch ${batch} ${out ? "to the host" : "comes back"}\n${J.format.exact(nbytes)} in ${J.format.seconds(end - start)}` });
+      const rect = svg("rect", { x: x(start), y: out ? top : top + 8, width: Math.max(0.8, x(end) - x(start)), height: 7, fill: J.marks.hatch(out ? "solid" : "diagonal", "var(--host)"), stroke: "var(--host)", "stroke-width": 0.5, "data-text": `stage ${s}: ${where} of micro-batch ${batch} ${out ? "offloaded" : "prefetched"}\n${J.format.exact(nbytes)} in ${J.format.seconds(end - start)}` });
       node.append(rect);
       stops.push(rect);
     }
