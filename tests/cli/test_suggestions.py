@@ -309,6 +309,14 @@ READERS: Final = {
 }
 
 
+def test_a_page_with_command_lines_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("```sh\ntorchrun train.py --per_device_train_batch_size 4 --output_dir out\n```\n")
+    code, err = said(capsys, "report", str(page))
+    assert (code, "not JSON" in err, "training framework" in err) == (2, True, False), err
+    assert err.rstrip().endswith("expected a document that jettison wrote")
+
+
 @pytest.mark.parametrize("verb", READERS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_kind_is_named_with_the_command_that_reads_it(

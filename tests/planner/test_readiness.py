@@ -105,6 +105,13 @@ def test_a_model_half_on_meta_is_refused() -> None:
         jettison.trace(model, batch())
 
 
+@pytest.mark.parametrize("given", [None, torch.utils.data.DataLoader([torch.ones(2)])])
+def test_what_is_no_batch_is_refused(given: object) -> None:
+    """Torch's own error would name an op of the model."""
+    with pytest.raises(UsageError, match=r"as a batch; expected the model's arguments, such as next\(iter\(loader\)\)"):
+        jettison.auto_checkpoint(Net(), given, "1GiB")
+
+
 def test_compiled_modules_are_refused() -> None:
     whole = torch.compile(Net(), backend="eager")
     part, in_place = Net(), Net()

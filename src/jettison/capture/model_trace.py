@@ -167,13 +167,16 @@ class Arguments(NamedTuple):
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments of the model."""
+    """A batch as positional and keyword arguments of the model. Raise `UsageError` for None and a DataLoader."""
     if isinstance(batch, Arguments):
         return batch.args, dict(batch.kwargs)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return (), dict(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
+    if batch is None or hasattr(batch, "batch_sampler"):
+        got = "None" if batch is None else f"a {type(batch).__name__}"
+        raise UsageError(f"got {got} as a batch; expected the model's arguments, such as next(iter(loader))")
     return (batch,), {}
 
 

@@ -669,8 +669,8 @@ def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None
         return None
     parts = sorted({name.rsplit(".", name.count(".") - 1)[0] if name.count(".") > 1 else name for name, _ in unused})
     said = (
-        f"{_listed(parts)} ({count:,} parameters) are counted with the embedding: weights, gradients and optimizer "
-        "state. A batch of text does not run them: what they save and compute for images or sound is not in the figures"
+        f"{' and '.join(parts)} ({count:,} parameters) are counted with the embedding: weights, gradients and "
+        "optimizer state. A batch of text does not run them: what they save and compute is not in the figures"
     )
     left = tuple(words for words in model.left_out if not any(f"the {tower} tower" in words for tower in TOWERS))
     return replace(model, unused_weights=unused, left_out=(said, *left))
@@ -683,7 +683,3 @@ def _text_of(whole: nn.Module) -> list[nn.Module]:
         if isinstance(part, nn.Module) and part is not whole:
             found.append(part)
     return found
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

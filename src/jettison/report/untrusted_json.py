@@ -35,7 +35,7 @@ def parse_json(text: str, where: str) -> Any:
     except RecursionError:
         raise UsageError(f"{where}: JSON is nested deeper than {MOST_DEPTH} levels") from None
     except ValueError as error:
-        raise UsageError(f"{where}: not JSON: {error}") from None
+        raise UsageError(f"{where}: not JSON: {error}; expected a document that jettison wrote") from None
     _check(value, where)
     return value
 
