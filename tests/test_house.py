@@ -7,7 +7,7 @@ import pytest
 
 from support import house
 
-MOST_LINES = 91_901
+MOST_LINES = 91_900
 MOST_FILES = 330
 MOST_LINES_OF = {("predict", "memory"): 5_469}
 ROOT = Path(__file__).parents[1]
