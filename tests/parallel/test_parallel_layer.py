@@ -15,7 +15,8 @@ from benchmarks.parallel_layer import ROWS, WHOLE, A, B, H, S, measure, page
 
 from support.ranks import Launches
 
-SIZES = (1, 2, 4)
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+SIZES = (pytest.param(1, marks=pytest.mark.slow), 2, FOUR)
 STATISTICS = 4 * 2 * S * B
 CORE = 5 * A * S * S * B
 STATE = 5056  # of the CPU's generator, which stays where masks are drawn again
@@ -73,7 +74,7 @@ def test_transfers_are_the_ledgers(measured: Launches, t: int, key: str) -> None
         assert found[key]["sent"] == expected
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, FOUR])
 def test_sequence_parallelism_moves_what_tensor_parallelism_moves_and_the_second_gather(
     measured: Launches, t: int
 ) -> None:
@@ -95,6 +96,7 @@ def test_recompute_repeats_collectives_and_selective_does_not(measured: Launches
     assert more == {"all_gather_into_tensor backward": 2 * WHOLE, "reduce_scatter_tensor backward": 2 * WHOLE}
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_measurements_say(measured: Launches) -> None:
     """If this fails: python -m benchmarks.parallel_layer."""
     assert parallel_layer.PAGE.read_text(encoding="utf-8") == page({t: measured[t] for t in (2, 4)})

@@ -12,26 +12,32 @@ import pytest
 import torch
 
 from jettison.parallel.styles import can_split_backward
-from support.parallel_layouts import CONFIG, SCHEDULES, USUAL, is_lost, layouts, other_pipelines
+from support.parallel_layouts import CONFIG, SCHEDULES, USUAL, is_lost, layouts, other_layouts
 from support.ranks import Launches
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 """Of the largest element of each gradient, and of the loss."""
 PARAMETERS = 5 + 12 * CONFIG.layers
-TWO = ("FSDP2", *(f"PP, {name}" for name in SCHEDULES))
-FOUR = ("FSDP2", "FSDP2 x TP", "FSDP2 x TP + SP", *(f"TP + SP + PP, {name}" for name in USUAL))
-SLOW = tuple(f"TP + SP + PP, {name}" for name in SCHEDULES if name not in USUAL)
+OTHER = tuple(name for name in SCHEDULES if name not in USUAL)
+QUICK = {
+    2: ("FSDP2", *(f"PP, {name}" for name in USUAL)),
+    4: ("FSDP2 x TP + SP", *(f"TP + SP + PP, {name}" for name in USUAL)),
+}
+SLOW = {
+    2: tuple(f"PP, {name}" for name in OTHER),
+    4: ("FSDP2", "FSDP2 x TP", *(f"TP + SP + PP, {name}" for name in OTHER)),
+}
 LOST = pytest.mark.skip(reason="torch loses sequence-parallel layers between the halves of a split backward")
 
 
-def on_four(name: str, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(4, name, id=f"4 {name}", marks=[*marks, *([LOST] if is_lost(name) else [])])
+def case(ranks: int, name: str, *marks: pytest.MarkDecorator) -> Any:
+    lost = [LOST] if ranks == 4 and is_lost(name) else []
+    return pytest.param(ranks, name, id=f"{ranks} {name}", marks=[*marks, *lost])
 
 
 CASES = [
-    *(pytest.param(2, name, id=f"2 {name}") for name in TWO),
-    *(on_four(name) for name in FOUR),
-    *(on_four(name, pytest.mark.slow) for name in SLOW),
+    *(case(ranks, name) for ranks, names in QUICK.items() for name in names),
+    *(case(ranks, name, pytest.mark.slow) for ranks, names in SLOW.items() for name in names),
 ]
 
 
@@ -42,13 +48,13 @@ def always(tmp_path_factory: pytest.TempPathFactory) -> Launches:
 
 @pytest.fixture(scope="session")
 def seldom(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(tmp_path_factory.getbasetemp(), other_pipelines)
+    return Launches(tmp_path_factory.getbasetemp(), other_layouts)
 
 
 @pytest.fixture
 def found(ranks: int, name: str, always: Launches, seldom: Launches) -> list[Any]:
     """Of one layout, by rank."""
-    return [rank[name] for rank in (seldom if name in SLOW else always)[ranks]]
+    return [rank[name] for rank in (seldom if name in SLOW[ranks] else always)[ranks]]
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)

@@ -18,8 +18,8 @@ from jettison.spec.model import Activation, Attention, Layer, Mlp, ModelSpec, No
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
 from support.kernel_sets import MEGATRON
-from support.parallel_checks import FAMILIES, PLANNED, B, S, V, huggingface, reference
-from support.ranks import Launches
+from support.parallel_checks import FAMILIES, MORE_PLANS, PLANNED, B, S, V, huggingface, more_plans, reference
+from support.ranks import Launches, run_ranks
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 SIZES = (1, 2, FOUR)
@@ -130,11 +130,22 @@ def test_models_of_transformers_give_the_same_bits_with_a_plan(transformers: Any
     """What is sharded by its structure is recomputed by its recording: dropout on, and once under autocast."""
     for rank in transformers[t]:
         assert len(rank["plans"]) == len(PLANNED[t])
-        for name, row in rank["plans"].items():
-            assert row["same"], name
-            assert row["dropped"] > 0, f"{name}: nothing was dropped, so nothing was tested"
-            assert row["fallbacks"] == [], name
-            assert row["recordings"] == 0, name
+        check_plans(rank["plans"])
+
+
+@pytest.mark.slow
+def test_models_of_transformers_give_the_same_bits_with_other_plans() -> None:
+    for rank in run_ranks(more_plans, 2):
+        assert len(rank) == len(MORE_PLANS)
+        check_plans(rank)
+
+
+def check_plans(found: dict[str, Any]) -> None:
+    for name, row in found.items():
+        assert row["same"], name
+        assert row["dropped"] > 0, f"{name}: nothing was dropped, so nothing was tested"
+        assert row["fallbacks"] == [], name
+        assert row["recordings"] == 0, name
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jettison.core.errors import PlanMismatch
-from support.parallel_plans import TENSOR_PARALLEL_CASES, two_ranks
+from support.parallel_plans import MORE_TENSOR_PARALLEL, TENSOR_PARALLEL, two_ranks, two_ranks_more
 from support.rank_models import LENGTH, ROWS
-from support.ranks import Launches
+from support.ranks import Launches, run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +88,21 @@ def test_trap_17_buffers_of_a_tensor_parallel_model_are_written_once(on_two: lis
     assert zero[""]["buffers"] != one[""]["buffers"], "ranks see other parts: the buffers say something"
 
 
-@pytest.mark.parametrize(("local", "policy"), TENSOR_PARALLEL_CASES)
+@pytest.mark.parametrize(("local", "policy"), [(local, one) for local, some in TENSOR_PARALLEL.items() for one in some])
 def test_trap_14_tensor_and_sequence_parallel_gives_the_same_bits(local: bool, policy: str, on_two: list[Any]) -> None:
-    zero, one = (r["local" if local else "wrapped"][policy] for r in on_two)
+    assert_same_bits(on_two, policy, local=local)
+
+
+@pytest.mark.slow
+def test_trap_14_tensor_and_sequence_parallel_gives_the_same_bits_under_other_policies() -> None:
+    ranks = run_ranks(two_ranks_more, 2)
+    for local, policies in MORE_TENSOR_PARALLEL.items():
+        for policy in policies:
+            assert_same_bits(ranks, policy, local=local)
+
+
+def assert_same_bits(ranks: list[Any], policy: str, *, local: bool) -> None:
+    zero, one = (r[f"local {local}"][policy] for r in ranks)
     for found in (zero, one):
         assert found["same"]
         assert found["recordings"] == 0

@@ -168,20 +168,35 @@ def huggingface(_: Any) -> dict[str, Any]:
     return found
 
 
+def more_plans(_: Any) -> dict[str, Any]:
+    """Models of transformers on two ranks with the plans that `huggingface` leaves out."""
+    mesh, configs = tp_mesh(), huggingface_configs()
+    return {
+        f"{name} {policy} {sp=}": planned(configs[name], mesh, policy, sp=sp, autocast=False)
+        for name, policy, sp in MORE_PLANS
+    }
+
+
 FAMILIES = {2: ("llama", "mistral", "qwen2", "qwen3", "gpt2"), 4: ("llama", "gpt2")}
 """By number of ranks."""
 PLANNED = {
     2: [
-        *((name, policy, True, False) for name in ("llama", "qwen2", "qwen3") for policy in ("full", "selective-op")),
-        ("llama", "every:2", True, False),
         ("llama", "full", True, True),
-        ("llama", "full", False, False),
-        ("mistral", "full", True, False),
-        *(("gpt2", policy, sp, False) for policy in ("full", "selective", "selective-op") for sp in (True, False)),
+        ("llama", "every:2", True, False),
+        ("qwen3", "selective-op", True, False),
+        ("gpt2", "full", True, False),
+        ("gpt2", "selective", False, False),
     ],
     4: [("llama", "full", True, False), ("qwen3", "every:2", True, False), ("gpt2", "full", True, False)],
 }
 """By number of ranks: model, policy, with sequence parallelism?, under autocast?"""
+MORE_PLANS = [
+    *((name, policy, True) for name in ("llama", "qwen2") for policy in ("full", "selective-op")),
+    ("qwen3", "full", True),
+    ("llama", "full", False),
+    ("mistral", "full", True),
+    *(("gpt2", policy, sp) for policy in ("full", "selective", "selective-op") for sp in (True, False)),
+]
 
 
 def planned(config: Any, mesh: DeviceMesh, policy: str, *, sp: bool, autocast: bool) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def _gap(found: Tensor, expected: Tensor) -> float:
 
 
 USUAL = ("1F1B", "interleaved zero bubble")
-"""Schedules that four ranks always run; the others are slow."""
+"""Schedules that are always run; the others are slow here, and always run on two ranks by `parallel_pipelines`."""
 
 
 def is_lost(name: str) -> bool:
@@ -228,24 +228,40 @@ def is_lost(name: str) -> bool:
 
 def layouts(_: Any) -> dict[str, Any]:
     """On two ranks each axis alone, on four ranks pairs of them."""
-    references = _references()
+    if distributed.get_world_size() == 2:
+        return fsdp() | pipelines(USUAL)
+    return fsdp_and_tensor_parallel(sp=True) | tensor_parallel_pipelines(USUAL)
+
+
+def other_layouts(_: Any) -> dict[str, Any]:
+    """What `layouts` leaves out."""
+    names = [name for name in SCHEDULES if name not in USUAL]
+    if distributed.get_world_size() == 2:
+        return pipelines(names)
+    return fsdp() | fsdp_and_tensor_parallel(sp=False) | tensor_parallel_pipelines(names)
+
+
+def fsdp() -> dict[str, Any]:
     line = init_device_mesh("cpu", (distributed.get_world_size(),))
-    found = {"FSDP2": beside(lambda dtype, policy: sharded(dtype, policy, line, None), references)}
-    if line.size() == 2:
-        for name in SCHEDULES:
-            found[f"PP, {name}"] = beside(
-                lambda dtype, policy, name=name: pipeline(dtype, policy, line, None, name), references
-            )
-        return found
+    return {"FSDP2": beside(lambda dtype, policy: sharded(dtype, policy, line, None), _references())}
+
+
+def fsdp_and_tensor_parallel(*, sp: bool) -> dict[str, Any]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for sp in (True, False):
-        found[f"FSDP2 x TP{' + SP' if sp else ''}"] = beside(
-            lambda dtype, policy, sp=sp: sharded(dtype, policy, square["dp"], square["tp"], sp=sp), references
-        )
-    return found | pipelines(USUAL)
+    found = beside(lambda dtype, policy: sharded(dtype, policy, square["dp"], square["tp"], sp=sp), _references())
+    return {f"FSDP2 x TP{' + SP' if sp else ''}": found}
 
 
 def pipelines(names: Iterable[str]) -> dict[str, Any]:
+    """A stage on each rank, or two, for each schedule."""
+    line, references = init_device_mesh("cpu", (2,)), _references()
+    return {
+        f"PP, {name}": beside(lambda dtype, policy, name=name: pipeline(dtype, policy, line, None, name), references)
+        for name in names
+    }
+
+
+def tensor_parallel_pipelines(names: Iterable[str]) -> dict[str, Any]:
     """Two stages of two tensor- and sequence-parallel ranks, for each schedule."""
     references = _references()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
@@ -256,11 +272,6 @@ def pipelines(names: Iterable[str]) -> dict[str, Any]:
         for name in names
         if not is_lost(name)
     }
-
-
-def other_pipelines(_: Any) -> dict[str, Any]:
-    """What `layouts` leaves out on four ranks."""
-    return pipelines(name for name in SCHEDULES if name not in USUAL)
 
 
 @cache

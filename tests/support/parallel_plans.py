@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ def refused(module: Model, batch: Any) -> dict[str, Any]:
 # DTensor --------------------------------------------------------------------------------------------------------------
 
 
-def tensor_parallel(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
+def tensor_parallel(mesh: DeviceMesh, policies: Iterable[str], *, local: bool) -> dict[str, Any]:
     batch, found = tokens(1), {}
 
     def run(policy: str) -> tuple[dict[str, torch.Tensor], Ops, Any]:
@@ -181,7 +181,7 @@ def tensor_parallel(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
         return gradients, ops, handle.report() if handle else []
 
     expected, plain, _ = run("")
-    for policy in (policy for plain_tensors, policy in TENSOR_PARALLEL_CASES if plain_tensors is local):
+    for policy in policies:
         gradients, ops, reports = run(policy)
         found[policy] = {
             "same": same(gradients, expected),
@@ -330,19 +330,16 @@ def writes_between(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
-TENSOR_PARALLEL_CASES = (
-    *((True, policy) for policy in ("none", "selective", "selective-op", "full", "every:2", "everything")),
-    (False, "full"),
-    (False, "everything"),
-)
+TENSOR_PARALLEL = {True: ("selective-op", "every:2", "everything"), False: ("full",)}
+"""Policies by whether blocks compute on plain tensors."""
+MORE_TENSOR_PARALLEL = {True: ("none", "selective", "full"), False: ("everything",)}
 
 
 def two_ranks(_args: Any) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     return {
         "agreement": agreement(mesh),
-        "local": tensor_parallel(mesh, local=True),
-        "wrapped": tensor_parallel(mesh, local=False),
+        **{f"local {local}": tensor_parallel(mesh, some, local=local) for local, some in TENSOR_PARALLEL.items()},
         "own": {str(sp): own_styles(mesh, sequence_parallel=sp) for sp in (True, False)},
         "several backwards": several_backwards(mesh),
         "side effects": side_effects(mesh),
@@ -352,3 +349,8 @@ def two_ranks(_args: Any) -> Any:
         "replicas": replicas(mesh),
         "absent": one_stays_away(mesh),
     }
+
+
+def two_ranks_more(_args: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    return {f"local {local}": tensor_parallel(mesh, some, local=local) for local, some in MORE_TENSOR_PARALLEL.items()}

@@ -123,18 +123,16 @@ _SHARDED = (
     "support.parallel_fsdp.two_ranks",
 )
 TOGETHER = {
-    1: (("test_parallel_layer.on_rank", "support.parallel_checks.reference"),),
     2: (
         (*_TENSOR, "support.parallel_docs.run", "test_calibrate.link_of_ranks"),
         (*_SHARDED, "test_pipeline_replay.play_orders", "support.parallel_plans.two_ranks"),
         ("support.wrapped_steps.two_ranks", "support.loops_on_ranks.two_ranks"),
     ),
     4: (
-        _TENSOR[1:],  # slow
+        _TENSOR,  # slow
         (
             "support.parallel_layouts.layouts",
             "support.parallel_pipelines.four_ranks",
-            "support.parallel_fsdp.four_ranks",
             "test_pipeline_replay.play_orders",
         ),
     ),
