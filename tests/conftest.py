@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import time
+import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,8 +95,46 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What opens pages is marked so."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and items stay: looking for garbage among them takes a third of a collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What opens pages is marked so, and what `slow.toml` names."""
     for item in items:
         if "chromium" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
+    mark_slow_cases(items, complete=not any("::" in arg for arg in config.args))
+
+
+def mark_slow_cases(items: list[pytest.Item], *, complete: bool) -> None:
+    """Mark as slow what `slow.toml` leaves out of the quick suite.
+
+    Raises:
+        UsageError: it names a test or a case that is not there, where files were collected completely.
+    """
+    tests, cases = Path(__file__).parent, defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            name = f"{item.path.relative_to(tests)}::{getattr(item, 'originalname', item.name)}"
+            cases[name].append(item)
+    files = {item.path for item in items}
+    for name, rule in tomllib.loads((tests / "slow.toml").read_text("utf-8")).items():
+        found, quick = cases[name], rule.get("quick", [])
+        if every := rule.get("every"):
+            kept = [item for n, item in enumerate(found) if n % every == 0 or n == len(found) - 1]
+        else:
+            kept = [item for item in found if getattr(getattr(item, "callspec", None), "id", None) in quick]
+        gone = complete and tests / name.partition("::")[0] in files
+        if gone and (not found or len(kept) < len(quick)):
+            raise pytest.UsageError(f"tests/slow.toml: {name} has no such cases: {quick or 'no test of that name'}")
+        for item in found:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
