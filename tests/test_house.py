@@ -1,6 +1,7 @@
 """The source tree's counts, which only go down: how large, how tangled, how often one fact is told."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from support import house
 MOST_LINES = 91_900
 MOST_FILES = 330
 MOST_LINES_OF = {("predict", "memory"): 5_469}
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"
 
 
@@ -90,3 +92,14 @@ def test_the_counts_see_what_they_count() -> None:
     assert house.lone_importers(made, found) == {"p.a": "p.b", "p.b": "p.a"}
     assert house.double_classes(made) == {"One": ["p/a.py", "p/b.py"]}
     assert house.named(made, frozenset({"megatron"}), ()) == {"p/a.py": {"megatron": 1}}
+
+
+def test_each_kind_of_check_is_quick_somewhere() -> None:
+    """Where no case of a test is quick, `slow.toml` names the quick test of its kind."""
+    rules = tomllib.loads((TESTS / "slow.toml").read_text(encoding="utf-8"))
+    for name, rule in rules.items():
+        assert len(rule) == 1 and {*rule} <= {"every", "quick", "instead"}, name
+        if "instead" in rule:
+            file, _, function = rule["instead"].partition("::")
+            assert f"def {function}(" in (TESTS / file).read_text(encoding="utf-8"), name
+            assert "instead" not in rules.get(rule["instead"], {}), f"{name}: {rule['instead']} is slow too"

@@ -98,7 +98,11 @@ PAGES: dict[str, Page] = {
         slow=("$ jettison search ",),
         codes={"$ jettison search llama3-70b --gpus 8 --gpu a100-80gb --global-batch 8 --budget 10GiB": 3},
     ),
-    "docs/loops.md": Page(not_here={"for _ in range(3):  # on a side stream": "tests/runtime/test_captured_steps.py"}),
+    "docs/lesson/07-choosing.md": Page(slow=("import statistics",)),
+    "docs/loops.md": Page(
+        slow=("handle.remove()",),
+        not_here={"for _ in range(3):  # on a side stream": "tests/runtime/test_captured_steps.py"},
+    ),
     "docs/distributed.md": Page(slow=("torchrun",)),
     "docs/parallel.md": Page(not_here={"import torch": RANKS, "import jettison": RANKS}),
     "docs/profile.md": Page(

@@ -397,7 +397,7 @@ def counts_in_a_large_dict() -> Program:
     return _holding(lambda: Counter(dict.fromkeys(range(5000), 0)), use)
 
 
-@case()
+@case(slow=True)
 def counts_deep_in_a_large_list() -> Program:
     def use(held: Any) -> float:
         held[4000][1][0] += 1
@@ -419,7 +419,7 @@ def counts_in_a_large_attribute_by_a_made_up_name() -> Program:
     return program(run, init)
 
 
-@case()
+@case(slow=True)
 def more_objects_than_are_looked_at_in_a_step() -> Program:
     def use(held: Any) -> float:
         held[6999].append(1)

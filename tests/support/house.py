@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "jettison"
@@ -187,13 +188,14 @@ def _values(node: ast.AST) -> Iterator[ast.expr]:
     if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
         for value in (line.value for line in node.body if isinstance(line, ast.Assign)):
             yield from value.elts if isinstance(value, ast.Tuple) else [value]
-    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
         yield from node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
-def names_in_code(source: Source, wanted: frozenset[str]) -> Counter[str]:
-    """Occurrences of these names in identifiers and texts of one module: no docstrings, comments or imports, no names
-    of libraries or citations (`OF_A_LIBRARY`), and no values of options where they are declared.
+@cache
+def texts_in_code(source: Source) -> Counter[str]:
+    """Identifiers and texts of one module in lower case: no docstrings, comments or imports, no names of libraries or
+    citations (`OF_A_LIBRARY`), and no values of options where they are declared.
     """
     said = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
     said |= {id(value) for node in ast.walk(source.tree) for value in _values(node)}
@@ -208,9 +210,17 @@ def names_in_code(source: Source, wanted: frozenset[str]) -> Counter[str]:
             text = node.name
         elif isinstance(node, ast.keyword | ast.arg):
             text = node.arg or ""
-        words = re.findall(r"[a-z][a-z0-9_-]*", text.lower())
+        count[text.lower()] += 1
+    return count
+
+
+def names_in_code(source: Source, wanted: frozenset[str]) -> Counter[str]:
+    """Occurrences of these names in `texts_in_code`."""
+    count: Counter[str] = Counter()
+    for text, times in texts_in_code(source).items():
+        words = re.findall(r"[a-z][a-z0-9_-]*", text)
         hits = wanted & {*words, *(part for word in words for part in re.split(r"[_-]", word))}
-        count.update(name for name in hits if not any(name != other and name in other for other in hits))
+        count.update({name: times for name in hits if not any(name != other and name in other for other in hits)})
     return count
 
 

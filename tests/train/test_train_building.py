@@ -57,7 +57,8 @@ LAYOUTS = {
     "stages": (GPT, LayoutSection(pp=2, tp=2)),
     "stages under zero": (LLAMA, LayoutSection(pp=2, virtual_stages=2, zero=2)),
 }
-
+QUICK = ("zero3 of a factory", "tp, three in one", "stages under zero")
+"""Those that `make test` runs."""
 
 ONE = LayoutSection()
 
@@ -105,13 +106,19 @@ class OfReal(AllocationCounter):
 # on ranks -------------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(args: dict[str, str]) -> dict[str, Any]:
-    folder = Path(args["folder"])
-    out: dict[str, Any] = {"digests": {}}
+def layouts_on_ranks(args: dict[str, Any]) -> dict[str, str]:
+    """Digests of the parameters of each layout that is named."""
+    found = {}
     with ExitStack() as open_until_all_are_read:  # torch keeps plans for groups of an equal mesh, which are gone then
-        for name, (model, layout) in LAYOUTS.items():
-            session = open_until_all_are_read.enter_context(ready(recipe(folder / name, model, layout)))
-            out["digests"][name] = digests(session)
+        for name in args["layouts"]:
+            made = recipe(Path(args["folder"]) / name, *LAYOUTS[name])
+            found[name] = digests(open_until_all_are_read.enter_context(ready(made)))
+    return found
+
+
+def on_ranks(args: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(args["folder"])
+    out: dict[str, Any] = {"digests": layouts_on_ranks(args)}
     for build_as in ("sharded", "whole"):
         counter = OfReal(device="cpu")
         with counter, ready(recipe(folder, replace(WIDE, build=build_as), LayoutSection(zero=3))) as session:
@@ -124,17 +131,36 @@ def on_ranks(args: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_ranks, 4, {"folder": str(tmp_path_factory.mktemp("ranks"))})
+    return run_ranks(on_ranks, 4, {"folder": str(tmp_path_factory.mktemp("ranks")), "layouts": QUICK})
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = [name for name in LAYOUTS if name not in QUICK]
+    ranks = run_ranks(layouts_on_ranks, 4, {"folder": str(tmp_path_factory.mktemp("others")), "layouts": names})
+    return [{"digests": rank} for rank in ranks]
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_ranks_have_the_weights_of_a_model_that_is_built_whole(
     found: list[dict[str, Any]], name: str, tmp_path: Path
 ) -> None:
+    assert_weights(found, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in QUICK])
+def test_ranks_of_other_layouts_have_the_weights_of_a_model_that_is_built_whole(
+    others: list[dict[str, Any]], name: str, tmp_path: Path
+) -> None:
+    assert_weights(others, name, tmp_path)
+
+
+def assert_weights(ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
     with ready(recipe(tmp_path, replace(LAYOUTS[name][0], build="whole"))) as session:
         expected = digests(session)
     together: dict[str, str] = {}
-    for rank in found:
+    for rank in ranks:
         for parameter, value in rank["digests"][name].items():
             assert value == expected[parameter], parameter
         together |= rank["digests"][name]

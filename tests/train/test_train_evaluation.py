@@ -151,8 +151,9 @@ def test_texts_that_do_not_do(tmp_path: Path) -> None:
         train(replace(made, model=replace(GPT, vocab=100), data=DataSection(kind="bytes", files=(str(low),))))
 
 
-def test_a_budget_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an evaluation takes is in the dry run."""
+@pytest.fixture
+def much_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation takes 16 MiB more."""
     evaluate = WholeModel.evaluate
     taken: list[torch.Tensor] = []
 
@@ -164,14 +165,25 @@ def test_a_budget_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             taken.clear()
 
     monkeypatch.setattr(WholeModel, "evaluate", hungry)
-    budget = PlanSection(budget="8MiB")
-    train(recipe(tmp_path / "without", evaluates=False, plan=budget))
-    with monkeypatch.context() as as_it_is:
-        as_it_is.setattr(WholeModel, "evaluate", evaluate)
-        plans = [recipe(tmp_path / str(e), evaluates=e, plan=PlanSection(budget="16MiB")) for e in (True, False)]
-        assert len({train(made).predicted_peak_bytes for made in plans}) == 1, "it takes less than a step"
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_takes_less_than_a_step_changes_no_plan(tmp_path: Path) -> None:
+    plans = [recipe(tmp_path / str(e), evaluates=e, plan=PlanSection(budget="16MiB")) for e in (True, False)]
+    assert len({train(made).predicted_peak_bytes for made in plans}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("much_is_taken")
+def test_without_an_evaluation_the_budget_holds(tmp_path: Path) -> None:
+    train(recipe(tmp_path, evaluates=False, plan=PlanSection(budget="8MiB")))
+
+
+@pytest.mark.usefixtures("much_is_taken")
+def test_a_budget_holds_it(tmp_path: Path) -> None:
+    """Whatever an evaluation takes is in the dry run."""
     with pytest.raises(Infeasible) as error:
-        train(recipe(tmp_path / "with", plan=budget))
+        train(recipe(tmp_path / "with", plan=PlanSection(budget="8MiB")))
     assert 16 << 20 < error.value.minimum_budget_bytes < 20 << 20
 
 
