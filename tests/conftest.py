@@ -132,7 +132,8 @@ def mark_slow_cases(items: list[pytest.Item], *, complete: bool) -> None:
             kept = [item for n, item in enumerate(found) if n % every == 0 or n == len(found) - 1]
         else:
             kept = [item for item in found if getattr(getattr(item, "callspec", None), "id", None) in quick]
-        gone = complete and tests / name.partition("::")[0] in files
+        file = tests / name.partition("::")[0]
+        gone = complete and (file in files or not file.exists())
         if gone and (not found or len(kept) < len(quick)):
             raise pytest.UsageError(f"tests/slow.toml: {name} has no such cases: {quick or 'no test of that name'}")
         for item in found:
