@@ -99,7 +99,8 @@ def test_each_kind_of_check_is_quick_somewhere() -> None:
     rules = tomllib.loads((TESTS / "slow.toml").read_text(encoding="utf-8"))
     for name, rule in rules.items():
         assert len(rule) == 1 and {*rule} <= {"every", "quick", "instead"}, name
+        for test in (name, rule.get("instead", name)):
+            file, _, function = test.partition("::")
+            assert f"def {function}(" in (TESTS / file).read_text(encoding="utf-8"), test
         if "instead" in rule:
-            file, _, function = rule["instead"].partition("::")
-            assert f"def {function}(" in (TESTS / file).read_text(encoding="utf-8"), name
             assert "instead" not in rules.get(rule["instead"], {}), f"{name}: {rule['instead']} is slow too"
