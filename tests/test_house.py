@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_each_kind_of_check_is_quick_somewhere() -> None:
             assert f"def {function}(" in (TESTS / file).read_text(encoding="utf-8"), test
         if "instead" in rule:
             assert "instead" not in rules.get(rule["instead"], {}), f"{name}: {rule['instead']} is slow too"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Two of one name in folders that are no packages are one module: collecting all tests would fail."""
+    names = Counter(path.stem for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").exists())
+    assert {name for name, count in names.items() if count > 1} == set()
