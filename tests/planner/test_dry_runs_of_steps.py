@@ -94,7 +94,7 @@ class Drawn(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*cannot be (recorded|planned)")
 def test_planning_takes_the_memory_of_a_block_not_of_a_step() -> None:
     """Stand-ins of blocks without a recording allocate fake bytes: planning on a GPU may not run out of memory."""
-    model, x = nn.Sequential(*(Drawn() for _ in range(9))), torch.randn(512, 16)
+    model, x = nn.Sequential(*(Drawn() for _ in range(12))), torch.randn(512, 16)
     static = static_tensors(model, (x,))
 
     def plan() -> None:
