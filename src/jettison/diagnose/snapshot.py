@@ -24,6 +24,7 @@ import numpy as np
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
+from jettison.diagnose import memory_facts as facts
 from jettison.diagnose.frames import (
     OPTIMIZER,
     ZERO_GRAD,
@@ -32,17 +33,6 @@ from jettison.diagnose.frames import (
     frames_of_original,
     label_of_frames,
     speaks_of_logits,
-)
-from jettison.diagnose.memory_facts import (
-    FEWEST_STEPS,
-    FIRST_STEPS,
-    SHARE_OF_STEPS,
-    MemoryFacts,
-    MemoryPart,
-    StepBytes,
-    Survivor,
-    never_falls,
-    phase_named,
 )
 from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Ints, Label, MemoryTimeline, TimelineWriter
@@ -537,7 +527,7 @@ def _segment(reader: _SnapshotReader, segment: Mapping[str, Any], live: Mapping[
 # facts ----------------------------------------------------------------------------------------------------------------
 
 
-def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
+def facts_of_snapshot(snapshot: Snapshot) -> facts.MemoryFacts:
     """Facts of the device with a failed request, otherwise of the fullest."""
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
@@ -551,7 +541,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     # a segment that is partly in use cannot be returned to the driver
     split = [one for one in device.segments if 0 < one.allocated_bytes < one.total_bytes and not one.is_private]
     pieces = [piece for segment in split for piece in segment.free_pieces_bytes]
-    return MemoryFacts(
+    return facts.MemoryFacts(
         source=snapshot.name,
         failed=failed is not None,
         requested_bytes=None if failed is None else failed.requested_bytes,
@@ -561,7 +551,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
         private_bytes=sum(sum(s.free_pieces_bytes) for s in device.segments if s.is_private),
         largest_piece_bytes=max(pieces, default=0) if device.segments else None,
         expandable=_expandable(snapshot, device),
-        phase=phase_named(label.role),
+        phase=facts.phase_named(label.role),
         site=label.module,
         logits=speaks_of_logits(label.module, label.site),
         parts=parts,
@@ -572,13 +562,13 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     )
 
 
-def _parts(timeline: MemoryTimeline, moment: int) -> tuple[MemoryPart, ...]:
+def _parts(timeline: MemoryTimeline, moment: int) -> tuple[facts.MemoryPart, ...]:
     """Bytes by module and role, the largest first; each with its largest site."""
     sites: dict[tuple[str, str], str] = {}
     for module, role, site in timeline.shares(moment, "module", "role", "site"):
         sites.setdefault((module, role), site)
     found = timeline.shares(moment, "module", "role").items()
-    return tuple(MemoryPart(module=m, role=r, nbytes=nbytes, site=sites[m, r]) for (m, r), (nbytes, _) in found)
+    return tuple(facts.MemoryPart(module=m, role=r, nbytes=nbytes, site=sites[m, r]) for (m, r), (nbytes, _) in found)
 
 
 def _where(timeline: MemoryTimeline, event: int) -> Label:
@@ -627,10 +617,12 @@ def step_bounds(device: DeviceSnapshot, events: int) -> Iterator[tuple[int, int]
             yield low, low + int(timeline.live_bytes[low:end].argmax())
 
 
-def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: int | None) -> tuple[StepBytes, ...]:
+def _steps(
+    timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: int | None
+) -> tuple[facts.StepBytes, ...]:
     live = timeline.live_bytes
     found = [
-        StepBytes(step=step, between_bytes=int(live[low]), peak_bytes=int(live[high]))
+        facts.StepBytes(step=step, between_bytes=int(live[low]), peak_bytes=int(live[high]))
         for step, (low, high) in enumerate(bounds)
     ]
     if last_peak is not None and found:
@@ -638,18 +630,18 @@ def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: i
     return tuple(found)
 
 
-def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
+def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[facts.Survivor, ...]:
     """Find lines whose tensors outlive most steps after the first ones, the largest first.
 
     Args:
         ends: events at which steps end and the next begin.
     """
-    possible = len(ends) - 1 - FIRST_STEPS
-    if possible < FEWEST_STEPS:
+    possible = len(ends) - 1 - facts.FIRST_STEPS
+    if possible < facts.FEWEST_STEPS:
         return ()
     alive = timeline.alive(ends[-1])
     step = np.searchsorted(np.array(ends), timeline.born[alive], side="right") - 1
-    late = step >= FIRST_STEPS
+    late = step >= facts.FIRST_STEPS
     alive, step = alive[late], step[late]
     found = []
     for label in np.unique(timeline.label_of[alive]).tolist():
@@ -658,16 +650,18 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
         own = timeline.label_of[alive] == label
         steps = len(np.unique(step[own]))
         nbytes = int(timeline.nbytes[alive[own]].sum())
-        early = int(step[own].min()) < FIRST_STEPS + possible / 3
-        if early and steps >= max(3, SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
+        early = int(step[own].min()) < facts.FIRST_STEPS + possible / 3
+        if early and steps >= max(3, facts.SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
             named = timeline.labels[label]
-            found.append(Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps, site=named.site))
+            found.append(
+                facts.Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps, site=named.site)
+            )
     return tuple(sorted(found, key=lambda one: -one.nbytes)) or _growing(timeline, ends)
 
 
-def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
+def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[facts.Survivor, ...]:
     """Find lines whose bytes grow, but seldom or not in new tensors: a list, a buffer replaced by a larger."""
-    first, last = FIRST_STEPS, len(ends) - 1
+    first, last = facts.FIRST_STEPS, len(ends) - 1
     if last - first < LEAST_TO_GROW:
         return ()
     looked = sorted({first + (last - first) * part // MOST_LOOKED for part in range(MOST_LOOKED + 1)})
@@ -681,8 +675,8 @@ def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
             continue
         levels = held[:, label].tolist()
         more = levels[-1] - levels[0]
-        if more >= LEAST_GROWTH * timeline.peak_bytes and never_falls(levels):
+        if more >= LEAST_GROWTH * timeline.peak_bytes and facts.never_falls(levels):
             found.append(
-                Survivor(module=named.module, role=named.role, nbytes=more, steps=last - first, site=named.site)
+                facts.Survivor(module=named.module, role=named.role, nbytes=more, steps=last - first, site=named.site)
             )
     return tuple(sorted(found, key=lambda one: -one.nbytes))

@@ -51,7 +51,7 @@ from jettison.formula.sums import Factor, Positive, SizeGuard, SizeGuards, Sum, 
 from jettison.formula.tape import TapeOp, Value, Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
-from jettison.report.explorer_models import PageModel, page_models
+from jettison.report.explorer_models import PageModel, explorer_table, page_models
 from jettison.report.tables import runs_of
 from jettison.spec.frameworks import named
 from jettison.spec.layout import Layout
@@ -160,6 +160,7 @@ def _which(model: ModelSpec, layer: Layer) -> str:
 
 # tables of a layer ----------------------------------------------------------------------------------------------------
 
+_OPS: Final[Mapping[str, str]] = explorer_table("ops")
 WHOLE: Final = "copy"
 """Dimension of unsharded tensors: every tensor-parallel rank has all of it."""
 _DIMS: Final[Mapping[int, tuple[str, ...]]] = {
@@ -293,14 +294,6 @@ def _named_part(steps: list[TapeOp]) -> str:
         if not step.name.startswith("c10d."):
             words[step.path.partition(".")[0].replace("_", " ") or _OPS.get(step.name, step.name)] = None
     return ", ".join(words)
-
-
-_OPS: Final[Mapping[str, str]] = {
-    "aten.native_dropout.default": "dropout",
-    "aten.bernoulli.p": "dropout",
-    "aten.mul.Tensor": "dropout",
-    "aten.add.Tensor": "residual sum",
-}
 
 
 def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:

@@ -20,14 +20,7 @@ from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned_forward import PlannedForward
-from jettison.verify.differences import (
-    MAX_DEPARTURES,
-    Departure,
-    ValueWatch,
-    compare_gradients,
-    independent_copy,
-    plain_name,
-)
+from jettison.verify import differences
 from jettison.verify.side_by_side import ROUNDS, STEPS, Side, compare_steps, mirrored, proof_of
 
 REPEATS = 3
@@ -74,7 +67,7 @@ def verify_given(
                 f"{name or 'the model'} runs under a plan of Jettison's; prove that one with verify(handle=...)"
             )
     progress("copying the model")
-    plain = independent_copy(model) if against is None else _like(against, model)
+    plain = differences.independent_copy(model) if against is None else _like(against, model)
     theirs = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, keep_output=True, own=step)
     plain_side = replace(theirs, model=plain, optimizer=mirrored(optimizer, model, plain), under=plainly)
     start = Streams.now()
@@ -89,14 +82,16 @@ def verify_given(
         _check_runs(theirs, start)
         progress("repeating a step")
         first = _step_of_a_copy(theirs, start)
-        again = all(compare_gradients(first, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
+        again = all(
+            differences.compare_gradients(first, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats)
+        )
         del first
         progress("training side by side")
         start.restore()
-        before = replace(theirs, model=independent_copy(model), optimizer=None)
+        before = replace(theirs, model=differences.independent_copy(model), optimizer=None)
         found = compare_steps(plain_side, theirs, steps)
         same = found.gradients_identical and found.losses_identical and again and not values
-        departures, watch = ((), ValueWatch()) if same else _departures(before, start)
+        departures, watch = ((), differences.ValueWatch()) if same else _departures(before, start)
         proof = proof_of(plain_side, theirs, found, "given", steps, rounds, progress)
     model.zero_grad(set_to_none=True)
     return replace(
@@ -113,7 +108,7 @@ def verify_given(
 def _like(against: nn.Module, model: nn.Module) -> nn.Module:
     """Copy the values of ``model``'s parameters and buffers into ``against``."""
     kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
-    ours, theirs = ({plain_name(n): t for kind in kinds for n, t in kind(m)} for m in (against, model))
+    ours, theirs = ({differences.plain_name(n): t for kind in kinds for n, t in kind(m)} for m in (against, model))
     if ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         raise UsageError(f"against= has other parameters and buffers than the model: {', '.join(odd[:5])}")
@@ -127,7 +122,7 @@ def _like(against: nn.Module, model: nn.Module) -> nn.Module:
 
 def _left_out(plain: Side) -> SkippedCheckpoints:
     """Run a plain step of a copy, and count the checkpointing and offloading that it skips."""
-    side = replace(plain, model=independent_copy(plain.model), optimizer=None, under=nullcontext)
+    side = replace(plain, model=differences.independent_copy(plain.model), optimizer=None, under=nullcontext)
     with plainly() as found:
         side.step()
     if all(p.grad is None for p in side.model.parameters()):
@@ -141,7 +136,7 @@ def _left_out(plain: Side) -> SkippedCheckpoints:
 
 def _check_runs(theirs: Side, start: Streams) -> None:
     """Check that a step of the unchanged model works at all."""
-    watch = ValueWatch()
+    watch = differences.ValueWatch()
     try:
         _step_of_a_copy(theirs, start, watch)
     except CheckpointError as error:
@@ -151,22 +146,22 @@ def _check_runs(theirs: Side, start: Streams) -> None:
         raise ProofFailed(f"not proven: a plain copy trains; as it is, the step fails{where}: {text}{named}") from error
 
 
-def _step_of_a_copy(theirs: Side, start: Streams, watch: ValueWatch | None = None) -> nn.Module:
+def _step_of_a_copy(theirs: Side, start: Streams, watch: differences.ValueWatch | None = None) -> nn.Module:
     """Return a copy of the model after a step from this random state; ``watch`` observes the step."""
-    side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
+    side = replace(theirs, model=differences.independent_copy(theirs.model), optimizer=None)
     start.restore()
     with nullcontext() if watch is None else watch.watching(side.model):
         side.step()
     return side.model
 
 
-def _departures(theirs: Side, start: Streams) -> tuple[tuple[Departure, ...], ValueWatch]:
+def _departures(theirs: Side, start: Streams) -> tuple[tuple[differences.Departure, ...], differences.ValueWatch]:
     """Tensors whose values differ, with the number of elements for the first ones; and the watch."""
-    watch = ValueWatch()
+    watch = differences.ValueWatch()
     _step_of_a_copy(theirs, start, watch)
-    found = watch.departures[:MAX_DEPARTURES]
+    found = watch.departures[: differences.MAX_DEPARTURES]
     if found:
-        _step_of_a_copy(theirs, start, counting := ValueWatch(keep=found[0]))
+        _step_of_a_copy(theirs, start, counting := differences.ValueWatch(keep=found[0]))
         counted = [one for one in counting.departures if one.position == found[0].position]
         found[:1] = counted[:1] or found[:1]
     return tuple(found), watch

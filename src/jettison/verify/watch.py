@@ -29,18 +29,9 @@ from jettison.capture.model_trace import expect_module
 from jettison.core.errors import warn
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
+from jettison.diagnose import memory_facts as facts
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
 from jettison.diagnose.log import WatchRecord
-from jettison.diagnose.memory_facts import (
-    FEWEST_STEPS,
-    FIRST_STEPS,
-    SHARE_OF_STEPS,
-    MemoryFacts,
-    StepBytes,
-    StepPhase,
-    Survivor,
-    grown_bytes,
-)
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.runtime import offload
 
@@ -57,7 +48,7 @@ class LoopMeter:
         """Bytes allocated now, and the peak since the last call where it is known."""
         raise NotImplementedError
 
-    def survivors(self) -> tuple[Survivor, ...]:
+    def survivors(self) -> tuple[facts.Survivor, ...]:
         """Places whose tensors survive most steps, where they are known."""
         return ()
 
@@ -71,7 +62,7 @@ class LoopWatch:
 
     def __init__(self, meter: LoopMeter, out: Path) -> None:
         self.out = out
-        self.steps: list[StepBytes] = []
+        self.steps: list[facts.StepBytes] = []
         self._meter = meter
         self._batch: tuple[str, int] | None = None
         self._last: int = meter.step()[0]
@@ -86,9 +77,9 @@ class LoopWatch:
         allocated, peak = self._meter.step()
         self.steps.append(self._begun(peak))
         self._last, self._batch = allocated, None
-        levels = (*self.steps, StepBytes(step=len(self.steps), between_bytes=allocated))
-        facts = MemoryFacts(source="", failed=False, steps=levels)
-        if not self._said_growth and (growth := grown_bytes(facts)):
+        levels = (*self.steps, facts.StepBytes(step=len(self.steps), between_bytes=allocated))
+        seen = facts.MemoryFacts(source="", failed=False, steps=levels)
+        if not self._said_growth and (growth := facts.grown_bytes(seen)):
             self._said_growth = True
             warn(
                 f"between steps {format_bytes(growth)} more are allocated than after the first two; {self.written()}",
@@ -130,8 +121,8 @@ class LoopWatch:
         if self._leads == id(optimizer):
             self.step()
 
-    def _begun(self, peak: int | None) -> StepBytes:
-        begun = StepBytes(step=len(self.steps), between_bytes=self._last, peak_bytes=peak)
+    def _begun(self, peak: int | None) -> facts.StepBytes:
+        begun = facts.StepBytes(step=len(self.steps), between_bytes=self._last, peak_bytes=peak)
         return begun if self._batch is None else replace(begun, batch=self._batch[0], batch_elements=self._batch[1])
 
 
@@ -211,21 +202,21 @@ class CountingMeter(LoopMeter):
         self._counter.reset_peak()
         return self._counter.live_bytes, peak_bytes
 
-    def survivors(self) -> tuple[Survivor, ...]:
+    def survivors(self) -> tuple[facts.Survivor, ...]:
         """Survivors by the line of the program that made them."""
-        possible = self._steps - FIRST_STEPS
-        if possible < FEWEST_STEPS:
+        possible = self._steps - facts.FIRST_STEPS
+        if possible < facts.FEWEST_STEPS:
             return ()
         groups: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, step, nbytes in self._counter.alive():
-            if FIRST_STEPS <= step < self._steps:
+            if facts.FIRST_STEPS <= step < self._steps:
                 groups[place].append((step, nbytes))
         found = []
         for place, pairs in groups.items():
             steps = len({step for step, _ in pairs})
-            if steps >= max(3, SHARE_OF_STEPS * possible):
+            if steps >= max(3, facts.SHARE_OF_STEPS * possible):
                 total = sum(nbytes for _, nbytes in pairs)
-                found.append(Survivor(module=place, role=StepPhase.UNKNOWN, nbytes=total, steps=steps))
+                found.append(facts.Survivor(module=place, role=facts.StepPhase.UNKNOWN, nbytes=total, steps=steps))
         return tuple(sorted(found, key=lambda one: -one.nbytes))
 
 

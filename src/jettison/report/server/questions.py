@@ -48,7 +48,7 @@ class Problem(Exception):
         return {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail}
 
     def headers(self) -> dict[str, str]:
-        """Beside it."""
+        """Headers of the answer."""
         return {} if self.retry_seconds is None else {"Retry-After": str(self.retry_seconds)}
 
 

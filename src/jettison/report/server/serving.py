@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from pathlib import Path
+from string import Template
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,7 +31,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.core.progress import Progress
+from jettison.report.page import asset
 from jettison.report.server.pool import Job, Pool, cancelled, started_process
 from jettison.report.server.questions import (
     PROBLEM_TYPE,
@@ -117,13 +121,6 @@ async def serve(
 # The page: made by a process of its own while requests are answered, since it takes a core for seconds ----------------
 
 
-WAITING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">
-<meta name="color-scheme" content="light dark"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Jettison</title><h1>The page is being made</h1><p>%s, %.0f s. It opens by itself.</p></html>
-"""
-"""Takes what is being done and since when. Without scripts and styles, which its policy does not allow."""
-
-
 class ServedPage:
     """A page's text once it is there; before, None, and ``stands`` says what is being done."""
 
@@ -185,16 +182,7 @@ class ServedPage:
 # run the command line, too.
 
 
-HEADERS: Final[Mapping[str, str]] = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
+HEADERS: Final[Mapping[str, str]] = read_table(Path(__file__).with_name("headers.toml"))
 """Headers of every answer; the page has a policy of its own."""
 
 
@@ -261,7 +249,8 @@ def application(page: ServedPage, pool: Pool, limits: Limits, service: Service) 
 
     async def root(_request: Request) -> Response:
         if page.text is None:
-            waiting = WAITING % (html.escape(page.stands.capitalize()), time.monotonic() - page.began)
+            stands, seconds = html.escape(page.stands.capitalize()), f"{time.monotonic() - page.began:.0f}"
+            waiting = Template(asset("waiting.html")).substitute(stands=stands, seconds=seconds)
             return Response(waiting, 503, media_type="text/html", headers={"Retry-After": "1"})
         policy = _policy_of(page.text)
         return Response(page.text, media_type="text/html", headers={"Content-Security-Policy": policy})
