@@ -150,7 +150,7 @@ def test_guesses_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("llama3-8b",), "--gpu"),
         (("llama3-9b", "--gpu", "h100-80gb"), "llama3-8b"),
-        (("llama3-8b", "--gpu", "h1000"), "the closest are h100-80gb"),
+        (("llama3-8b", "--gpu", "h1000"), "the closest are h100-64gb, h100-80gb"),
         (("json:loads", "--gpu", "h100-80gb"), "an estimate is of a preset or of a config.json"),
         (("llama3-8b", "--gpu", "h100-80gb", "--tp", "3"), "--tp 3"),
         (("llama3-8b", "--gpu", "h100-80gb", "--recompute", "auto", "--explain"), "give another than auto"),

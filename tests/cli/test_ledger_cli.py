@@ -378,7 +378,7 @@ def test_spans():
         (("llama3-8b", "--tp", 3), "--tp 3 does not divide the 32 attention heads"),
         (("llama3-8b", "--pp", 5), "32 layers do not divide over 5 pipeline stages"),
         (("llama3-8b", "--budget", 80), "got '80' without a unit"),
-        (("llama3-8b", "--gpu", "h1000"), "the closest are h100-80gb"),
+        (("llama3-8b", "--gpu", "h1000"), "the closest are h100-64gb, h100-80gb"),
         (("llama3-8b", "--virtual-stages", 2), "without a pipeline; give --pp 2 or more"),
         (("llama3-8b", "--dropout", 1.5), "got --dropout 1.5"),
         (("llama3-8b", "--zero", 4), "got --zero 4; expected 0, 1, 2 or 3"),
