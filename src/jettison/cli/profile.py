@@ -135,9 +135,7 @@ def profile_files(files: Sequence[Path], gpu: Hardware | None, progress: Progres
 
 
 def _snapshot(snapshot: Snapshot) -> FindingsReport:
-    facts = facts_of_snapshot(snapshot)
-    failing = [device for device in snapshot.devices if device.out_of_memory]
-    device = failing[0] if failing else snapshot.busiest
+    facts, device = facts_of_snapshot(snapshot), snapshot.telling
     rows = [("snapshot", snapshot.name), ("peak", exact(device.timeline.peak_bytes)), *_levels(facts)]
     peak = device.with_gradients.shares(device.timeline.peak_event, "module", "role")
     short = {

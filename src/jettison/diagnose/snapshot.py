@@ -202,6 +202,11 @@ class Snapshot:
         """Device with the highest peak; the first of equals."""
         return max(self.devices, key=lambda device: device.timeline.peak_bytes)
 
+    @property
+    def telling(self) -> DeviceSnapshot:
+        """Device with a failed request, otherwise the fullest."""
+        return next((device for device in self.devices if device.out_of_memory), self.busiest)
+
 
 def is_snapshot(path: Path) -> bool:
     """Whether a file begins as a pickle of protocol 2 to 5 does."""
@@ -529,8 +534,7 @@ def _segment(reader: _SnapshotReader, segment: Mapping[str, Any], live: Mapping[
 
 def facts_of_snapshot(snapshot: Snapshot) -> facts.MemoryFacts:
     """Facts of the device with a failed request, otherwise of the fullest."""
-    failing = [device for device in snapshot.devices if device.out_of_memory]
-    device = failing[0] if failing else snapshot.busiest
+    device = snapshot.telling
     timeline = device.timeline
     failed = device.out_of_memory[0] if device.out_of_memory else None
     moment = timeline.peak_event if failed is None else failed.event - 1

@@ -18,15 +18,7 @@ from jettison.capture.randomness import Streams
 from jettison.capture.state_kinds import TensorState
 from jettison.capture.tensor_subclasses import memory_key, plain
 from jettison.core.progress import Progress
-from jettison.dryrun.counter import (
-    AllocationCounter,
-    AllocationEvent,
-    PeakReport,
-    PhaseMarks,
-    measured_peak,
-    static_tensors,
-    unique_bytes,
-)
+from jettison.dryrun import counter
 from jettison.ledger.step_levels import PhaseLevels, StepLevels
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
@@ -80,32 +72,36 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         self.step()
 
-    def memory(self, other: Side) -> PeakReport:
+    def memory(self, other: Side) -> counter.PeakReport:
         """Bytes that a step allocates; on CUDA, as in a budget, with all on the device except the ``other`` side."""
         self.model.zero_grad(set_to_none=True)
-        static = static_tensors(self.model, self.batch, self.optimizer)
-        marks = PhaseMarks()
-        report = measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
+        static = counter.static_tensors(self.model, self.batch, self.optimizer)
+        marks = counter.PhaseMarks()
+        report = counter.measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
         self.model.zero_grad(set_to_none=True)
-        others = unique_bytes(static) - report.static_bytes
+        others = counter.unique_bytes(static) - report.static_bytes
         if report.source == "cuda":
-            others = -AllocationCounter(static_tensors(other.model, (), other.optimizer), device="cuda").live_bytes
+            others = -counter.AllocationCounter(
+                counter.static_tensors(other.model, (), other.optimizer), device="cuda"
+            ).live_bytes
         return replace(report, peak_bytes=report.peak_bytes + others, levels=_moved(report.levels, others))
 
 
 def step_timeline(side: Side, title: str) -> MemoryTimeline:
     """Every allocation of one step of a side; gradients are dropped before and after."""
     side.model.zero_grad(set_to_none=True)
-    with AllocationCounter(static_tensors(side.model, side.batch, side.optimizer), record_events=True) as counter:
+    with counter.AllocationCounter(
+        counter.static_tensors(side.model, side.batch, side.optimizer), record_events=True
+    ) as counted:
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
-            counter.phase(name)
+            counted.phase(name)
             yield
 
         replace(side, phase=phase).step()
     side.model.zero_grad(set_to_none=True)
-    return allocation_timeline(title, counter.events)
+    return allocation_timeline(title, counted.events)
 
 
 def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
@@ -221,7 +217,7 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
     values = [side.loss_fn, side.optimizer, side.own, *tree_leaves(side.batch)]
     with leaving_nothing([side.model], values) as state:
         found = (
-            *static_tensors(side.model, side.batch, side.optimizer),
+            *counter.static_tensors(side.model, side.batch, side.optimizer),
             *(one.holder for one in state.of(TensorState)),
         )
         tensors = {id(t): t for t in map(plain, found) if memory_key(t) is not None}
@@ -253,7 +249,7 @@ STATIC = "static"
 """Operator name of storages that existed before the step."""
 
 
-def allocation_timeline(title: str, events: Sequence[AllocationEvent]) -> MemoryTimeline:
+def allocation_timeline(title: str, events: Sequence[counter.AllocationEvent]) -> MemoryTimeline:
     """Lifetime of each storage. Its role is the operator that returned it, its place the module and phase. There is no
     clock: an event counts as a µs.
 
