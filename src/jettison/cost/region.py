@@ -354,8 +354,7 @@ class _Timer:
                 inputs = self.tape.steps[kernel.steps[0]].inputs
                 moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
                 around = moved / bandwidth(ranks, self.hardware) + (ranks.size - 1) * step
-                over = max(0.0, around - self.kernel(kernel)) if self.execution.hides_data else around
-                total += over + (around - over) * self.hardware.reached.shared
+                total += self._overlap_cost(around, self.kernel(kernel) if self.execution.hides_data else 0.0)
         return total
 
     # host time: NOTE [ Launch-bound ] ---------------------------------------------------------------------------------

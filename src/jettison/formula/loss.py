@@ -339,15 +339,10 @@ def _unread(x: Value) -> Value:
 
 _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = MappingProxyType(
     {
-        Loss.UPCAST: _upcast,
-        Loss.IN_LOOP: _upcast,
-        Loss.UNCAST: _upcast,
+        **dict.fromkeys((Loss.UPCAST, Loss.IN_LOOP, Loss.UNCAST), _upcast),
+        **dict.fromkeys(_OVER_SHARDS, _over_shards),
+        **dict.fromkeys((Loss.TE, Loss.IN_FORWARD), _in_forward),
         Loss.CHUNKED_CE: _rows,
-        Loss.VOCAB_PARALLEL: _over_shards,
-        Loss.SHARDED: _over_shards,
-        Loss.NATIVE: _over_shards,
-        Loss.TE: _in_forward,
-        Loss.IN_FORWARD: _in_forward,
         Loss.IN_PLACE: _in_place,
         Loss.COMPILED: _compiled,
         Loss.DTENSOR: _dtensor,

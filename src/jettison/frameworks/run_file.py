@@ -26,7 +26,7 @@ from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, found_file, read_config_file, split_name
 from jettison.frameworks.python_values import GIVEN, UnknownValue
-from jettison.frameworks.shell_script import CONFIG, NOTES, OF_LAUNCHERS, SOURCED
+from jettison.frameworks.shell_script import CONFIG, LAUNCHERS, NOTES, OF_LAUNCHERS, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
 from jettison.request.options import CommonRequest, RunRequest
@@ -38,15 +38,6 @@ from jettison.spec.run import Run
 _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
-_EACH_NODE: Final = (
-    "nproc_per_node",
-    "nproc-per-node",
-    "num_gpus",
-    "gpus_per_node",
-    "gpus-per-node",
-    "$NPROC_PER_NODE",
-)
-_NODES: Final = ("nnodes", "num_nodes", "nodes", "$NNODES")
 COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
 _SAID_OTHERWISE: Final = re.compile(r"the model is .*|.* \(the command line says another\)").fullmatch
@@ -734,7 +725,7 @@ def models(framework: str) -> Mapping[str, Mapping[str, Any]]:
 
 def launched(values: Mapping[str, Any]) -> Iterator[int | None]:
     """Yield the GPUs of a node and the nodes of a launcher's arguments; 0 if they do not say, None for no number."""
-    for names in (_EACH_NODE, _NODES):
+    for names in (LAUNCHERS["each_node"], LAUNCHERS["nodes"]):
         said = next((str(values[key]) for key in names if values.get(key) is not None), "0")
         yield int(said) if said.isdecimal() else None
 

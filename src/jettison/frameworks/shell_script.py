@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.frameworks.python_values import SUMS
-from jettison.spec.frameworks import read_tables
+from jettison.spec.frameworks import FOLDER, read_tables
 
 NOTES: Final = "$ notes"
 """Key of notes on assumptions: unknown tests, one command of several, one iteration of a loop."""
@@ -40,12 +41,8 @@ _SBATCH: Final = re.compile(
     r"^#SBATCH\s+(?:--([\w-]+)[= ]+|-([NnG])\s*)(?:gpu:)?(?:[\w-]+:)?(\d+)\b(?!-)", re.MULTILINE
 )
 _SBATCH_NAMES: Final = {"N": "nodes", "n": "ntasks", "G": "gpus", "gres": "gpus-per-node"}
-_SLURM: Final[Mapping[str, Sequence[str]]] = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-}
+LAUNCHERS: Final = read_table(FOLDER / "launchers.toml")
+_SLURM: Final[Mapping[str, Sequence[str]]] = LAUNCHERS["job"]
 """Variables of a job by option of sbatch."""
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
 _INSIDE: Final = re.compile(r"`#[^`\n]*`")
@@ -57,17 +54,11 @@ _MOST_CALLS: Final = 100
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
 """Hydra override: a configuration key with its value. Along with one, a key may be a single word."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
-_LAUNCHERS: Final = re.compile(
-    r"(?:\S*/)?(?:srun|sbatch|ray|uv|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
-)
+_STARTS: Final = re.compile(rf"(?:\S*/)?(?:{'|'.join(LAUNCHERS['programs'])})")
 _INTERPRETERS: Final = re.compile(r"python[\d.]*|torchrun|bash|sh")
 _CONFIG_NAME: Final = re.compile(r"[^=]+\.(?:ya?ml|toml|json)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
-OF_LAUNCHERS: Final = (
-    r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
-    r"num[_-](?:nodes|gpus|processes|machines)|config[_-]file|mem|nodes|ntasks[\w-]*|gpus[\w-]*|container[\w-]*|"
-    r"job-name|partition|account|time|output|error|exclusive|role|tee|local[_-]ranks[_-]filter|main[_-]process[_-]\w+"
-)
+OF_LAUNCHERS: Final = "|".join(LAUNCHERS["arguments"])
 """Pattern of arguments that belong to a launcher, not to the program."""
 _ENVIRONMENTS: Final = re.compile(
     r"(.*/)?(activate|conda\.sh|\.?bashrc|\.?bash_profile|\.?profile|\.zshrc|(init|etc)/(\S*/)?\S+|setvars\.sh|modules?\.sh|lmod\S*)"
@@ -521,7 +512,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     hydra = any(_OVERRIDE.fullmatch(word) or _programs().get(word) == "key=value" for word in words)
     for before, word in zip(["", *words], words, strict=False):
         word = "--config-name" if hydra and word == "-cn" else word
-        launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
+        launched |= not begun and _STARTS.fullmatch(word) is not None
         if launched and (_starts(word) or word.endswith((".sh", ".py"))):
             launched, begun, name = False, False, ""
             found[f"${word.rpartition('/')[2]}"] = True
