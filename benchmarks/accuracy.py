@@ -69,6 +69,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_logs.csv": "memory in logs, notebooks and issues, November 2026",
     ROOT / "tests" / "facts" / "blind_reports.csv": "memory in reports and notes, November 2026",
     ROOT / "tests" / "facts" / "blind_benchmarks.csv": "memory in benchmarks and logs, November 2026",
+    ROOT / "tests" / "facts" / "blind_notes.csv": "notes, reports and logs, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -91,8 +92,8 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
 `Measure` has them. Other rounds were answered with allocated bytes alone, those of
-`blind_memory.csv`, `blind_devices.csv`, `blind_logs.csv`, `blind_reports.csv` and `blind_benchmarks.csv` with
-fragments, which are not here."""
+`blind_memory.csv`, `blind_devices.csv`, `blind_logs.csv`, `blind_reports.csv`, `blind_benchmarks.csv` and
+`blind_notes.csv` with fragments, which are not here."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -133,6 +134,9 @@ NOT_COUNTED: Final = {
     "experts-4bit": "experts in 4 bits are not modelled",
     "old-options": "norms and feed-forward blocks of flash-attn are not modelled",
     "two-lengths": "what 16384 tokens need more than 4096, a token, leaves less than nothing for weights",
+    "one-unit": "FSDP without a wrapping policy has all parameters in one unit, which is not described",
+    "answers-alone": "logits are made and kept of the answers' tokens alone, whose number is not said",
+    "own-modules": "attention, norms and AdamW are written out by hand, which is not described",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""
@@ -157,6 +161,10 @@ PUBLISHERS: Final = (
     ("DeepSpeed", "DeepSpeed"),
     ("torchtune", "torchtune"),
     ("Megatron-LM, September", "Megatron-LM PR 482"),
+    ("guide to Megatron-LM on MI355X", "guide to MI355X"),
+    ("trainer on B300", "B300 trainer"),
+    ("Llama step on a GB200", "GB200 note"),
+    ("report on CS336", "CS336 report"),
 )
 """Publisher of a source, by the first part here that its name has; of any other, its first word."""
 

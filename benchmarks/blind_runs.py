@@ -1,4 +1,4 @@
-"""Published runs that were all predicted before an answer was looked into: thirteen rounds.
+"""Published runs that were all predicted before an answer was looked into: fourteen rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
@@ -6,8 +6,9 @@ and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devi
 `blind_benchmarks.csv` (memory in benchmarks and logs),
 `blind_speeds.csv` (throughput of READMEs), `blind_throughput.csv` (throughput of benchmarks and issues),
 `blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs), `blind_machines.csv` (throughput of
-twelve more publishers) and `blind_stacks.csv` (throughput of eleven projects): each row was written down with its
-source and the command that somebody would type from it, then all were asked in one go (``blind``).
+twelve more publishers), `blind_stacks.csv` (throughput of eleven projects) and `blind_notes.csv` (all figures of
+fifteen publishers' notes, reports and logs): each row was written down with its source and the command that somebody
+would type from it, then all were asked in one go (``blind``).
 ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
@@ -127,6 +128,13 @@ WHY = {
     "unsloth-2024": "before 17 November 2024 (fa8e59eb) Unsloth returns logits: --loss in-place; the longest sample of "
     "Alpaca has 1,028 tokens by ms-swift's table",
     "evaluated": "micro-batches of evaluation are not described",
+    "liger-loss": "its Liger has cross_entropy without fused_linear_cross_entropy by default, which was refused in "
+    "files: --loss in-forward",
+    "experts-unsaid": "was refused: its configuration, written for the round, did not say that there are no experts",
+    "less-than-loss": "not explained: it is less than weights and what logits take, fused as TransformerEngine does it",
+    "scan-cp": "refused: context parallelism of state-space layers is not modelled",
+    "compiled-experts": "refused: compiled experts have no closed form of their bytes",
+    "unexplained": "not explained: the dtype of its states is not said",
 }
 
 
