@@ -123,6 +123,7 @@ NOT_COUNTED: Final = {
     "length-unsaid": "the length of sequences is not said",
     "first-step": "measured after the first step",
     "less-than-logits": "it is less than the weights and what logits take, as TRL of October 2025 has them",
+    "card-full": "it is 97 % of the GPU's memory or more, which cached segments fill before any are freed",
     "less-than-loss": "it is less than the weights and what logits take, and its loss is not named",
     "own-code": "the model has code of its own on the Hub, which was not read",
     "frees-cache": "its loop frees the cache every tenth step (method_comparison/MetaMathQA/run.py, 5d602fdb), so "

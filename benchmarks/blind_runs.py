@@ -134,7 +134,7 @@ WHY = {
     "less-than-loss": "not explained: it is less than weights and what logits take, fused as TransformerEngine does it",
     "scan-cp": "refused: context parallelism of state-space layers is not modelled",
     "compiled-experts": "refused: compiled experts have no closed form of their bytes",
-    "unexplained": "not explained: the dtype of its states is not said",
+    "unexplained": "not explained: neither which memory it is nor the dtype of its states is said",
 }
 
 

@@ -8,12 +8,12 @@ weighs one, however many rows it has, and a range is held against rows of source
 publisher. Anchors alone tell a vendor's models apart, who publishes the same configurations again with each release.
 
 NOTE [ Pooling ]
-A class counts as `ENOUGH` sources. What it lacks it borrows from the class above: the sources there that it does not
-have share the weight that is missing, in equal parts. So a class of one source has a fifth of a say in its range, and
-one of five or more has all of it.
+A class counts as `ENOUGH` sources, seven for times and five for bytes: of 5 to 10 these have the narrowest ranges. What
+it lacks it borrows from the class above: the sources there that it does not have share the weight that is missing, in
+equal parts. So of bytes a class of one source has a fifth of a say in its range, and one of five or more has all of it.
 
 NOTE [ Expected times ]
-The model counts as `ENOUGH` sources that say 1: of a class of n sources the expected time is n / (n + 5) of the way
+The model counts as `ENOUGH` sources that say 1: of a class of n sources the expected time is n / (n + 7) of the way
 from what is modelled to the median. By ranges of other sources that is nearer than either end for rows that took no
 part. Bytes are counted, and stay what they are; fragments are the median, or 0 where that is negative, as an allocator
 reserves what is allocated: there bytes of those runs are modelled too high.
@@ -22,7 +22,7 @@ NOTE [ First answers ]
 Most of today's residuals are of rows that were looked into, and whose causes were mended. A new row was not. So in the
 ends of times and of allocated bytes a row of a blind round counts twice, as it was first answered and as it is today;
 what is expected is of today alone. Allocated bytes depend on a framework's code, not on a cluster: of a stack with at
-least `ENOUGH` rows, `CLAIMED` of them within `AGREES`, that code was read, and today's residuals alone count.
+least `ROWS` rows, `CLAIMED` of them within `AGREES`, that code was read, and today's residuals alone count.
 
 NOTE [ Ends ]
 Ends are those of `ENDS` whose ranges are the narrowest, in the mean over rows, of all that hold four in five, each
@@ -48,8 +48,7 @@ from typing import Final
 from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, classes_of
 from jettison.spec.device_allowance import Range
 
-ENOUGH: Final = 5
-"""Sources."""
+ROWS: Final = 5
 CLAIMED: Final = 0.8
 FIGURES: Final = {
     "time": Measure.TIME,
@@ -58,6 +57,8 @@ FIGURES: Final = {
     "device": Measure.FRAGMENTS,
 }
 """What was published, and what range it is held against."""
+ENOUGH: Final = {Measure.TIME: 7, Measure.ALLOCATED: 5, Measure.FRAGMENTS: 5}
+"""Sources of a class that borrows nothing."""
 Ends = tuple[float, float, float]
 """Share of the weight outside of each end, and factors on the distances of both ends from the expected value."""
 MOVED: Final = tuple((0.1, 1 + low / 10, 1 + high / 10) for low, high in product(range(0, 31, 2), repeat=2))
@@ -143,15 +144,18 @@ def _near(row: Row, value: float) -> Row:
     return replace(row, stack="", kind=ANCHORED, hardware="", value=value, first=None)
 
 
-def pool(rows: Sequence[Row], classes: Sequence[str], *, first: bool = False) -> dict[str, tuple[float, list[float]]]:
+def pool(
+    measure: Measure, rows: Sequence[Row], classes: Sequence[str], *, first: bool = False
+) -> dict[str, tuple[float, list[float]]]:
     """Sources with their weights and values: see NOTE [ Pooling ].
 
     Args:
         first: with first answers.
     """
+    enough = ENOUGH[measure]
     found: dict[str, tuple[float, list[float]]] = {}
     for kind in classes:
-        lacking = ENOUGH - sum(weight for weight, _ in found.values())
+        lacking = enough - sum(weight for weight, _ in found.values())
         more: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
             if kind in row.member_of and row.publisher not in found:
@@ -159,7 +163,7 @@ def pool(rows: Sequence[Row], classes: Sequence[str], *, first: bool = False) ->
         if more:
             weight = min(1.0, lacking / len(more)) if found else 1.0
             found |= {source: (weight, values) for source, values in more.items()}
-        if sum(weight for weight, _ in found.values()) >= ENOUGH - 1e-9:
+        if sum(weight for weight, _ in found.values()) >= enough - 1e-9:
             break
     return found
 
@@ -184,7 +188,7 @@ def code_read(rows: Sequence[Row], classes: Sequence[str]) -> bool:
     """Whether today's allocated bytes of a stack agree with what was measured: see NOTE [ First answers ]."""
     own = [abs(row.value - 1) <= AGREES for row in rows if classes[0] in row.member_of]
     of_a_stack = len(classes) > len(("kind", "all"))
-    return of_a_stack and len(own) >= ENOUGH and fmean(own) >= CLAIMED
+    return of_a_stack and len(own) >= ROWS and fmean(own) >= CLAIMED
 
 
 def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], ends: Ends) -> Range:
@@ -194,17 +198,17 @@ def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], ends: 
 
 def _spread(measure: Measure, rows: Sequence[Row], classes: Sequence[str]) -> tuple[float, Ordered]:
     """Expected value of a class, and the residuals that its ends are made of."""
-    found = pool(rows, classes)
+    found = pool(measure, rows, classes)
     today = ordered(found.values())
     middle, sources = quantile(today, 0.5), sum(weight for weight, _ in found.values())
     expected = {
         Measure.ALLOCATED: 1.0,
         Measure.FRAGMENTS: max(0.0, middle),
-        Measure.TIME: 1 + sources / (sources + ENOUGH) * (middle - 1),
+        Measure.TIME: 1 + sources / (sources + ENOUGH[measure]) * (middle - 1),
     }[measure]
     if measure is Measure.FRAGMENTS or (measure is Measure.ALLOCATED and code_read(rows, classes)):
         return expected, today
-    return expected, ordered(pool(rows, classes, first=True).values())
+    return expected, ordered(pool(measure, rows, classes, first=True).values())
 
 
 def _between(expected: float, found: Ordered, ends: Ends) -> Range:
