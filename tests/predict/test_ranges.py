@@ -176,25 +176,25 @@ def test_anchors_are_tried_as_answers_have_them() -> None:
 
 
 def test_a_source_weighs_one_however_many_rows_it_has() -> None:
-    rows = [*(row("many", 2.0) for _ in range(100)), *(row(name, 1.0) for name in "abcd")]
-    found = pool(rows, CLASSES)
-    assert {source: weight for source, (weight, _) in found.items()} == dict.fromkeys(("many", *"abcd"), 1.0)
-    assert [quantile(ordered(found.values()), share) for share in (0.5, 0.81)] == [1.0, 2.0]
+    rows = [*(row("many", 2.0) for _ in range(100)), *(row(name, 1.0) for name in "abcdef")]
+    found = pool(Measure.TIME, rows, CLASSES)
+    assert {source: weight for source, (weight, _) in found.items()} == dict.fromkeys(("many", *"abcdef"), 1.0)
+    assert [quantile(ordered(found.values()), share) for share in (0.5, 0.86)] == [1.0, 2.0]
 
 
 def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
-    """One source of its own, and six of the class above: these have four parts of five together."""
-    rows = [row("own", 2.0), *(row(name, 1.0, hardware="a100-80gb") for name in "abcdef")]
-    found = pool(rows, CLASSES)
+    """One source of its own, and eight of the class above: these have six parts of seven together."""
+    rows = [row("own", 2.0), *(row(name, 1.0, hardware="a100-80gb") for name in "abcdefgh")]
+    found = pool(Measure.TIME, rows, CLASSES)
     assert found["own"][0] == 1.0
-    assert sum(weight for weight, _ in found.values()) == pytest.approx(5)
-    own = pool([*rows, *(row(name, 2.0) for name in "wxyz")], CLASSES)
-    assert own.keys() == {"own", *"wxyz"}
+    assert sum(weight for weight, _ in found.values()) == pytest.approx(7)
+    own = pool(Measure.TIME, [*rows, *(row(name, 2.0) for name in "uvwxyz")], CLASSES)
+    assert own.keys() == {"own", *"uvwxyz"}
 
 
 def test_a_vendors_models_are_one_source() -> None:
     models = [row(f"vendor, {name}", 2.0) for name in "abcdefgh"]
-    found = pool([*models, row("guest", 1.0)], CLASSES)
+    found = pool(Measure.TIME, [*models, row("guest", 1.0)], CLASSES)
     assert found == {"vendor": (1.0, [2.0] * 8), "guest": (1.0, [1.0])}
     assert [
         one.range.high for one in ranges.cross_validated(Measure.TIME, [*models, row("guest", 1.0)], (0.0, 1.0, 1.0))
@@ -202,10 +202,10 @@ def test_a_vendors_models_are_one_source() -> None:
 
 
 def test_times_are_corrected_towards_the_median_and_bytes_never() -> None:
-    """Five sources and the model, which counts as five: half of the way; ten: two thirds."""
-    slow = [row(name, value) for name, value in zip("abcde", (1.1, 1.2, 1.3, 1.4, 0.9), strict=True)]
+    """Seven sources and the model, which counts as seven: half of the way; fourteen: two thirds."""
+    slow = [row(name, value) for name, value in zip("abcdefg", (1.1, 1.2, 1.3, 1.4, 0.9, 1.0, 1.25), strict=True)]
     assert stated(Measure.TIME, slow, CLASSES, (0.0, 1.0, 1.0)) == Range(expected=1.1, low=0.9, high=1.4)
-    more = [*slow, *(row(name, 1.3) for name in "vwxyz")]
+    more = [*slow, *(row(name, 1.3) for name in "tuvwxyz")]
     assert stated(Measure.TIME, more, CLASSES, (0.0, 1.0, 1.0)).expected == pytest.approx(1.2)
     assert stated(Measure.ALLOCATED, slow, CLASSES, (0.0, 1.0, 1.0)) == Range(expected=1.0, low=0.9, high=1.4)
     apart = [replace(one, figure="reserved", value=one.value - 1.25) for one in slow]
