@@ -117,7 +117,9 @@ def offload() -> str:
         Series(name="no checkpointing", points=[(link, plain) for link in ends], is_marked=False),
     ]
     even = studies.offload(network)[0]["break-even GB/s"]
-    x = Axis(label="link to the host, GB/s one way", low=8, high=724, ticks=(8, 16, 32, 64, 128, 256, 512), is_log=True)
+    x = Axis(
+        label="link to CPU memory, GB/s one way", low=8, high=724, ticks=(8, 16, 32, 64, 128, 256, 512), is_log=True
+    )
     y = Axis(label="seconds of a step", low=0, high=20, ticks=(0, 5, 10, 15, 20))
     note = Note(words=f"{even:.0f} GB/s", at=(even, again))
     return lines("Offload or recompute: 32 layers, 8192 tokens, an A100's data sheet", x, y, series, [note])

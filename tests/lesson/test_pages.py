@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from examples.numpy_engine import figures
 
 from support.consoles import first_difference
+from support.words import avoided
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "docs" / "lesson"
@@ -17,6 +19,12 @@ def test_figures_are_the_engines(tmp_path: Path) -> None:
     assert drawn.keys() == {path.name for path in LESSON.glob("*.svg")}
     for name, text in drawn.items():
         assert text == (LESSON / name).read_bytes(), f"{name}: python -m examples.numpy_engine figures"
+
+
+def test_figures_use_the_fields_terms() -> None:
+    for path in LESSON.parent.rglob("*.svg"):
+        shown = re.sub(r"<[^>]+>", "\n", path.read_text(encoding="utf-8"))
+        assert avoided(shown.replace("mixed", "")) == [], path  # a tensor of the engine
 
 
 def test_every_chapter_is_in_the_table_and_every_exercise_has_an_answer() -> None:
