@@ -52,6 +52,24 @@ def test_a_block_of_thousands_of_ops_replays_its_backward_for_some_buffers(monke
     """As a loop over the sequence writes it, one op after the other for each token."""
     length, replays = 4000, []
     program = chain([WIDE] * (length + 1))
-    monkeypatch.setattr(offload_options, "_peak", lambda _, kept: replays.append(kept) or WIDE * (length - len(kept)))
+    monkeypatch.setattr(
+        offload_options, "_peak", lambda _, kept, *limit: replays.append(kept) or WIDE * (length - len(kept))
+    )
     lean_points(program, frozenset({0}), [1.0] * length)
     assert 200 < len(replays) < 1000
+
+
+def test_the_replay_of_a_buffer_ends_where_another_one_has_a_lower_peak(monkeypatch):
+    """As in a loop over the sequence: most buffers of a chain leave a long half, which nobody walks to its end."""
+    length, reached = 200, {}
+    program, replay = chain([WIDE] * (length + 1)), offload_options._peak
+    peaks = {b: replay(program, frozenset({0, b})) for b in range(1, length)}
+
+    def recorded(program: Program, kept: frozenset[int], *limit: float) -> int:
+        return reached.setdefault(max(kept), replay(program, kept, *limit))
+
+    monkeypatch.setattr(offload_options, "_peak", recorded)
+    first, *_ = lean_points(program, frozenset({0}), [1.0] * length, most=1)
+    assert first.kept == {0, min(peaks, key=peaks.__getitem__)}, "the first of those with the lowest peak"
+    assert sum(reached[b] < peak for b, peak in peaks.items()) > 50
+    assert all(min(peaks.values()) <= reached[b] <= peak for b, peak in peaks.items())

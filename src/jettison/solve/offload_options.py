@@ -16,6 +16,7 @@ the largest part below each kink. That misses points inside the hull; a plan's g
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations
@@ -92,10 +93,8 @@ def parts_to_send(
     sums = _by_size(program, free) if len(free) <= SUMMED else None
     parts = {frozenset[int](), frozenset(free)}
     for target in targets:
-        if sums is None:
-            parts.add(_filled(program, free, target))
-        else:
-            parts.add(frozenset(sums[max(size for size in sums if size <= target)]))
+        part = _filled(program, free, target) if sums is None else sums[max(size for size in sums if size <= target)]
+        parts.add(frozenset(part))
     return sorted(parts, key=lambda part: (program.kept_bytes(part), sorted(part)))
 
 
@@ -141,16 +140,17 @@ MOST_REPLAYED = 1_000_000  # ops for one more buffer, which takes a second
 def lean_points(
     program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS, enough_bytes: int = 0
 ) -> tuple[FrontierPoint, ...]:
-    """Points that keep ``kept`` and one, two or more buffers in addition, each with a lower peak in backward.
-    ``seconds`` play no part in the choice. Each of the ``most`` points replays backward for each buffer; they end where
-    the peak is ``enough_bytes``.
+    """Points that keep ``kept`` and up to ``most`` buffers in addition, each with a lower peak in backward, down to
+    ``enough_bytes``. ``seconds`` play no part in the choice. Each point replays backward for each buffer.
     """
     found: list[FrontierPoint] = []
     peak = _peak(program, kept)
     while len(found) < most and peak > enough_bytes:
-        tried = [(_peak(program, kept | {b}), b) for b in _candidates(program, kept)]
-        lowest, cut = min(tried, default=(peak, -1))
-        if lowest >= peak * (1 - LEAST_GAIN):
+        lowest, cut = math.ceil(peak * (1 - LEAST_GAIN)), -1
+        for b in _candidates(program, kept):
+            if (reached := _peak(program, kept | {b}, lowest)) < lowest:
+                lowest, cut = reached, b
+        if cut < 0:
             break
         peak, kept = lowest, kept | {cut}
         spent, nbytes = sum(seconds[i] for i in program.recompute_set(kept)), program.kept_bytes(kept)
@@ -170,14 +170,14 @@ def _candidates(program: Program, kept: frozenset[int]) -> list[int]:
     return found[:: 1 + len(found) * len(program.ops) // MOST_REPLAYED]
 
 
-def _peak(program: Program, kept: frozenset[int]) -> int:
-    """Most bytes of buffers at one moment of backward, without gradients; each lives until its last use."""
-    again = program.recompute_set(kept)
-    makers = {b: i for i in again for b in program.ops[i].outputs if b not in kept}
+def _peak(program: Program, kept: frozenset[int], limit: float = math.inf) -> int:
+    """Most bytes of buffers, each alive until its last use, at a moment of backward; the first that reach ``limit``."""
+    ops, again = program.ops, program.recompute_set(kept)
+    makers = {b: i for i in again for b in ops[i].outputs if b not in kept}
     slots = [slot.buffer for slot in program.slots if slot.buffer in makers]
-    uses = Counter([*slots, *(b for i in again for b in program.ops[i].inputs)])
+    uses = Counter(chain(slots, chain.from_iterable([ops[i].inputs for i in again])))
     held: set[int] = set()
-    live_bytes = most_bytes = 0
+    live_bytes = most_bytes = program.kept_bytes(kept)
 
     def release(b: int) -> int:
         """Bytes that a use less frees."""
@@ -193,17 +193,16 @@ def _peak(program: Program, kept: frozenset[int]) -> int:
             if stack[-1] in held:
                 stack.pop()
                 continue
-            op = program.ops[makers[stack[-1]]]
-            missing = [b for b in op.inputs if b in makers and b not in held]
-            if missing:
-                stack.extend(reversed(missing))
+            op = ops[makers[stack[-1]]]
+            if missing := [b for b in op.inputs if b in makers and b not in held]:
+                stack += missing[::-1]
                 continue
             stack.pop()
             fresh = [b for b in op.outputs if b in makers and b not in held]
             held.update(fresh)
-            live_bytes += sum(program.buffers[b].nbytes for b in fresh)
-            most_bytes = max(most_bytes, live_bytes)
-            unread = [b for b in fresh if not uses[b]]
-            live_bytes -= sum(map(release, (*unread, *op.inputs)))
+            live_bytes += sum([program.buffers[b].nbytes for b in fresh])
+            if (most_bytes := max(most_bytes, live_bytes)) >= limit:
+                return most_bytes
+            live_bytes -= sum(map(release, [*(b for b in fresh if not uses[b]), *op.inputs]))
         live_bytes -= release(slot)
-    return program.kept_bytes(kept) + most_bytes
+    return most_bytes
