@@ -61,13 +61,16 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
     [
         ((), {"zero": 0}),
         ((("strategy: ddp", "strategy: auto"),), {"zero": 0}),
-        ((("strategy: ddp", "strategy: fsdp"),), FSDP),
+        ((("strategy: ddp", "strategy: fsdp"),), {**FSDP, "fsdp_one_unit": True}),
         (
             (strategy("FSDPStrategy", auto_wrap_policy="[my.Block]", activation_checkpointing_policy="[my.Block]"),),
             {**FSDP, "recompute": "full"},
         ),
         ((strategy("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"),), {"zero": 3, "reshard_after_forward": "never"}),
-        ((strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD"),), {**FSDP, "zero_replicas": 2}),
+        (
+            (strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD", auto_wrap_policy="[my.Block]"),),
+            {**FSDP, "zero_replicas": 2},
+        ),
         (
             (("strategy: ddp", "strategy: deepspeed_stage_2"), ("bf16-mixed", "bf16-true")),
             {

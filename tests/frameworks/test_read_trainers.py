@@ -324,6 +324,21 @@ def test_flags_that_switch_off(tmp_path: Path) -> None:
         assert read_run(script).request.recompute == recompute
 
 
+def test_a_policy_of_wrapping(write: Any) -> None:
+    """accelerate 1.15, ``FullyShardedDataParallelPlugin``: none by default; PEFT's models get a Trainer's own."""
+    older = {**SFT, "evaluation_strategy": "no"}
+    for more, one in (
+        ({"fsdp": "full_shard"}, True),
+        ({"fsdp": "full_shard auto_wrap"}, None),
+        ({"fsdp": "full_shard", "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, True),
+        ({"fsdp": "full_shard", "lora_r": 8, "use_peft": True}, None),
+    ):
+        found = _fields(read_run(write({**older, **more}), gpus=8))
+        assert (found["zero"], found.get("fsdp_one_unit"), found["fsdp_version"]) == (3, one, 1), more
+    with pytest.raises(UsageError, match="TRANSFORMER_BASED_WRAP"):
+        read_run(write({**older, "fsdp": "full_shard", "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}), gpus=8)
+
+
 def test_accelerate_beside_a_trainer(write: Any) -> None:
     fsdp = {
         "compute_environment": "LOCAL_MACHINE",

@@ -23,10 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from jettison.core.errors import UsageError
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.family import kernels_for
 from jettison.predict.forecast import forecast
+from jettison.predict.time import estimate
 from jettison.spec.fine_tuning import Tuning
+from jettison.spec.hardware import hardware
 from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.recompute import Recompute
@@ -155,6 +158,42 @@ def test_the_peak_of_a_step_whose_gradients_stay_unsharded(
     assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)
     sharded = forecast(replace(run, layout=replace(layout, gradient_sync=GradientSync.EACH)))
     assert counter.peak_bytes > sharded.peak_bytes + sharded.parameters // 2
+
+
+@pytest.mark.parametrize(("micro_batches", "sync"), [(1, "each"), (2, "each"), (2, "last")])
+@pytest.mark.parametrize("vocabulary", [64, 4096])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_of_a_step_of_one_unit(recompute: str, vocabulary: int, micro_batches: int, sync: str) -> None:
+    """Without a policy of wrapping, as Lightning's FSDPStrategy() and accelerate's NO_WRAP."""
+    model, run = described(vocabulary, recompute)
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    layout = replace(run.layout, fsdp_one_unit=True, gradient_sync=GradientSync(sync))
+    run = replace(run, layout=layout, micro_batches=micro_batches)
+    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
+
+    def step() -> None:
+        for number in range(1, micro_batches + 1):
+            with model.no_sync() if sync == "last" and number < micro_batches else nullcontext():
+                model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids)) as counter:
+        step()
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)
+    by_layer = forecast(replace(run, layout=replace(layout, fsdp_one_unit=False)))
+    assert counter.peak_bytes > by_layer.peak_bytes + by_layer.parameters // 2
+
+
+def test_one_unit_is_all_gathered_and_reduced_before_and_after_all_else() -> None:
+    run = replace(described(64, "none")[1], layout=Layout(dp=8, zero=3, flat_parameters=True))
+    one = replace(run, layout=replace(run.layout, fsdp_one_unit=True))
+    by_layer, found = (estimate(each, hardware("a100-80gb")).breakdown for each in (run, one))
+    assert found.compute == by_layer.compute and found.communication > by_layer.communication
+    with pytest.raises(UsageError, match="--fsdp-version 1"):
+        Layout(dp=8, zero=3, fsdp_one_unit=True)
+    with pytest.raises(UsageError, match="--fsdp-one-unit with --lora"):
+        replace(one, tuning=Tuning(rank=4))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

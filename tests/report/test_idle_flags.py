@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "gradient_sync": ("each", "last"),
     "reduce_dtype": ("fp32", "bf16"),
     "fsdp_wrap_layers_only": (True,),
+    "fsdp_one_unit": (True,),
     "fsdp_version": (1, 2),
     "zero_buckets": ("default",),
     "reentrant": (True,),

@@ -120,6 +120,8 @@ def execution_of(run: Run) -> Execution:
     how = _execution(*named_by, to_node, run.kernels.cp_comm_type, fused, fixed)
     if run.syncs_last:
         how = replace(how, reduces_each=False)
+    if run.layout.fsdp_one_unit:  # nothing of the unit is left to compute
+        how = replace(how, hides_data=False)
     if (buckets := run.layout.buckets) is not None and run.layout.zero in (1, 2):
         # deepspeed/runtime/zero (edaa722): ``stage_1_and_2.py``, ``average_tensor``, all-reduces each bucket, on
         # backward's stream unless ``overlap_comm``, which ``config.py`` has off below ZeRO 3, takes a second bucket.

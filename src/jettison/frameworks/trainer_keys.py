@@ -384,7 +384,11 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.give("offload_optimizer", "fsdp1" if first else "fsdp2", key("offload_params", "cpu_offload"))
     if keys.on(key("activation_checkpointing")):
         keys.give("recompute", "full", key("activation_checkpointing"))
-    if keys.text(key("auto_wrap_policy"), "transformer_based_wrap") != "transformer_based_wrap":
+    whole = first and keys.field("lora") is None and keys.field("reshard_after_forward") != "never"
+    wrapped = keys.text(key("auto_wrap_policy"), "")
+    if whole and (wrapped == "no_wrap" or (words and not wrapped and "auto_wrap" not in words)):
+        keys.give("fsdp_one_unit", True, key("auto_wrap_policy"))
+    elif wrapped not in ("", "transformer_based_wrap"):
         keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
     if first and keys.field("zero") == 3 and keys.field("reshard_after_forward") == "never":
         keys.note("units that stay unsharded after a forward are counted as FSDP2's")

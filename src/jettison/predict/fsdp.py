@@ -51,7 +51,8 @@ FSDP1, ``torch/distributed/fsdp`` of 2.4 and 2.13: ``_runtime_utils.py``, ``_fla
 into the storage of its views (``_all_gather_flat_param``): its weights once, not twice. The root unit, with all that no
 layer has, stays unsharded from its forward to the end of the backward (``_post_forward_reshard``:
 ``not state._is_root``). In backward the previous unit is prefetched (``_pre_backward_hook``, ``BACKWARD_PRE``), except
-with reentrant checkpoints, whose recomputation all-gathers it.
+with reentrant checkpoints, whose recomputation all-gathers it. Without a policy of wrapping the root unit has all
+layers: nothing is all-gathered for a backward, and each layer's gradients live until all are concatenated.
 
 PEFT wraps each adapter matrix separately (``peft/utils/other.py``, ``fsdp_auto_wrap_policy``). Their units come between
 a layer and the previous one, which is prefetched late in the layer's backward; and a layer's own parameter is frozen.
@@ -77,6 +78,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
@@ -106,10 +108,9 @@ class FsdpGroups:
         ranks: ranks over which the others are resharded until their backward; 0: all.
         in_flight: weights live with micro-batches in flight, see `whole_in_flight`.
         outer: weights of the model's ends in the root group; 0: the ends have groups of their own.
-        late: unsharded gradients of the head that live until the embedding's; as shards, ``late_shards``;
-            those of later micro-batches, if earlier ones' are unsharded, ``late_again``.
         last: elements of the root group's last gradient.
-        tied: gradients of a tied embedding while they are summed, without the head's, which is ``late``.
+        tied: gradients of a tied embedding while they are summed, without the head's, which is ``later``.
+        later: gradients of later regions, until the embedding's: unsharded, those of another micro-batch, shards.
         live: bytes during each region if parameters are all-gathered by module (`live_parameters`).
     """
 
@@ -118,11 +119,9 @@ class FsdpGroups:
     ranks: int = 0
     in_flight: bool = False
     outer: int = 0
-    late: int = 0
-    late_again: int = 0
-    late_shards: int = 0
     last: int = 0
     tied: int = 0
+    later: tuple[tuple[int, int, int], ...] = ()
     live: tuple[Live, ...] = ()
 
     @classmethod
@@ -137,27 +136,27 @@ class FsdpGroups:
             kept = parts if not layout.resharded else [part for part in parts[-1:] if part.name == HEAD]
             return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
         late = layout.reshard is Reshard.BUT_FIRST
-        first, *layers, last = parts
-        ends = together([(first.static, 1), (last.static, 1)])
-        both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
-        first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
+        own = parts if layout.fsdp_one_unit else (parts[0], parts[-1])
+        ends = together([(part.static, 1) for part in own])
+        both = replace(parts[0].static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
+        first, last = replace(parts[0], static=both), parts[-1]
+        *layers, end = [
+            replace(p, static=replace(p.static, gathered=0, reduced=0)) if p in own else p for p in parts[1:]
+        ]
         tied = sum(w.numel for w in last.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[run.precision.compute]
         if late:
             layers[-1] = replace(layers[-1])  # a new object, unlike its equals
+        held = [(_unsharded(run, part), part.static.gradients) if part in own else (0, 0) for part in parts[:0:-1]]
+        allocates, shards = run.allocates_unsharded_gradients, not run.keeps_unsharded_gradients
+        sums = [*accumulate(held, lambda more, one: (more[0] + one[0], more[1] + one[1]))][::-1]
         return cls(
             parts=(first, *layers, end),
+            later=(*((own + tied, own * allocates + tied, of * shards) for own, of in sums), (0, 0, 0)),
             kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
             outer=ends.gathered,
-            late=_unsharded(run, last) + tied,
-            late_again=(_unsharded(run, last) if run.allocates_unsharded_gradients else 0) + tied,
-            late_shards=0 if run.keeps_unsharded_gradients else last.static.gradients,
             last=_last_gradient(run, last),
             tied=2 * tied if run.sums_tied_gradients else tied,
         )
-
-    def named(self, run: Run, part: StageRegion) -> int:
-        """Return the elements of the gradient that a loop variable references while a group's are reduced."""
-        return self.last if self.outer and not part.is_layer else _last_gradient(run, part)
 
     def whole(self, part: StageRegion | None) -> int:
         """Return the weights of a region that stay unsharded after its forward."""
@@ -180,6 +179,7 @@ class GroupPlace:
     before: StageRegion | None
     behind: StageRegion | None
     chunk: FsdpGroups
+    later: tuple[int, int, int] = (0, 0, 0)
     live: tuple[Live, ...] = ()
 
     @property
@@ -187,14 +187,15 @@ class GroupPlace:
         """Key of all that decides live weights and gradients during the unit."""
         whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
         alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
-        return (*alone, None if self.before is None else self.before.region.output.nbytes, self.live)
+        return (*alone, None if self.before is None else self.before.region.output.nbytes, self.later, self.live)
 
     @classmethod
     def of(cls, chunk: FsdpGroups, first: int, stop: int) -> GroupPlace:
         """Return the position of parts ``first .. stop - 1`` of a chunk."""
         parts = (None, *chunk.parts, None)
         own, live = chunk.parts[first:stop], chunk.live[first:stop]
-        return cls(own=own, before=parts[first], behind=parts[stop + 1], chunk=chunk, live=live)
+        later = chunk.later[first] if chunk.later else (0, 0, 0)
+        return cls(own=own, before=parts[first], behind=parts[stop + 1], chunk=chunk, later=later, live=live)
 
 
 def has_outer_ends(run: Run) -> bool:
@@ -245,12 +246,12 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *
         begin = 0
         before: tuple[object, ...] = ()
         # the first and the last have different neighbours
-        for end in range(1, count + 1) if chunk.live else (1, count - 1, count):
+        for end in range(1, count + 1) if chunk.live or layout.fsdp_one_unit else (1, count - 1, count):
             if end <= begin:
                 continue
             first = at + begin * size
             around = parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
-            key = size, *around, chunk.live[first : first + size]
+            key = size, *around, chunk.live[first : first + size], chunk.later[first : first + 1]
             if key not in known:
                 known[key] = with_fsdp_buffers(run, unit, GroupPlace.of(chunk, first, first + size), reducing=reducing)
             names, own = unit.names[begin:end], known[key]
@@ -333,7 +334,7 @@ class _Sharded:
             resident=unit.resident + stays,
             whole=stays,
             forward_peak=forward,
-            backward_peak=backward - (0 if own[0].name == HEAD else chunk.late_shards),
+            backward_peak=backward - self.place.later[2],
             adding_peak=adding,
             gradient=gradient,
             pending=unit.pending + pending,
@@ -395,12 +396,10 @@ class _Sharded:
         lingering = before.static.gathered if outer and before is not None and not flat else 0
         within = run.kernels.model_code and not run.kernels.loss.in_loop  # the model's own loss
         freed = outer if layout.reshard is Reshard.ALWAYS and not within and not flat else 0
-        waiting = 0 if behind is None or not self.reduces else behind.static.reduced
+        waiting = 0 if behind is None or flat or not self.reduces else behind.static.reduced
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered
-        if flat:
-            waiting = 0
-            soon = head or run.tuning is None  # otherwise adapters' units come between
-            ahead = ahead if soon and not run.recompute.reentrant else 0
+        if flat and (run.recompute.reentrant or not (head or run.tuning is None)):
+            ahead = 0  # a recomputation all-gathers it, or adapters' units come between
         if layout.ep > 1:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
@@ -410,7 +409,7 @@ class _Sharded:
             entering = max(entering, gathered + _on_its_way(run, part))
         if before is not None:  # the previous group's output and all-gather
             entering += before.region.output.nbytes + (0 if chunk.in_flight or flat else before.static.gathered)
-        late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
+        late, at_end = self.place.later[0], bool(chunk.outer) and part.name == EMBEDDING
 
         def rise(own: Passes) -> int:
             backward, differentiated = own.around.backward if head else (own.backward_peak, 0)
@@ -437,7 +436,7 @@ class _Sharded:
         first = max(highest + late + moved[1], closing if at_end else closing + late)
         adding = first + unit.adding_peak - unit.backward_peak
         if run.keeps_unsharded_gradients:
-            late, own = 0 if head else chunk.late_again, passes
+            late, own = self.place.later[1], passes
             if not run.allocates_unsharded_gradients:
                 own = passes_of(self.treated, run.gradient_rule, accumulates=True)
             highest = rise(own) + unit.adding_peak - own.backward_peak
@@ -465,7 +464,8 @@ class _Sharded:
         if not self.reduces:
             return 0 if again or not run.allocates_unsharded_gradients else given + self._turned(part)
         there, dtype = (buffer, run.precision.reduce_dtype) if self.reducing else (0, run.precision.compute)
-        named = self.place.chunk.named(run, part) * DTYPE_BYTES[dtype]
+        of_root = bool(self.place.chunk.outer) and not part.is_layer
+        named = (self.place.chunk.last if of_root else _last_gradient(run, part)) * DTYPE_BYTES[dtype]
         most = max(0 if self.reducing else made, named + _made_shards(run, part, apart) - there)
         return given + apart.gradients + buffer + most
 
@@ -488,8 +488,8 @@ class _Sharded:
         earlier = 0 if chunk.in_flight else sum(map(chunk.left, own[:-1]))
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
-        late = chunk.late_again if self.run.keeps_unsharded_gradients else chunk.late
-        return forward, self._segment_backward(again=False) + chunk.late, self._segment_backward(again=True) + late
+        kept, later = int(self.run.keeps_unsharded_gradients), self.place.later
+        return forward, self._segment_backward(again=False) + later[0], self._segment_backward(again=True) + later[kept]
 
     def _segment_backward(self, *, again: bool) -> int:
         """Peak of recomputed forwards, with weights all-gathered so far, and backwards, with a reduction after each.

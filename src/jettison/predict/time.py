@@ -325,7 +325,7 @@ class Timing:
             gathers = layout.zero == 3 and layout.resharded
             if gathers and items:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
-            reduces = self.execution.reduces_each
+            reduces, gathers = self.execution.reduces_each, gathers and not layout.fsdp_one_unit  # a root unit stays
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
         if self.run.recompute.to_host:
             pairs = [(item.count - 1, item, item.seconds.backward_seconds, item) for item in items]

@@ -24,7 +24,7 @@ from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_step import OffloadedOptimizer
 from jettison.predict.ranges import RunFigures, figures, unlike_anchor
 from jettison.report.tables import FittedTable, exact, facts, grid, span
-from jettison.request.options import RunRequest
+from jettison.request.options import OF_FSDP, RunRequest
 from jettison.request.resolve import Resolved, flag_of
 from jettison.spec.device_allowance import FitRule, FitVerdict, Limit
 from jettison.spec.kernels import AttentionKernel
@@ -373,15 +373,9 @@ def advice(asked: Resolved) -> tuple[str, ...]:
 
 _OF_PIPELINES: Final = ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers")
 _OF_EXPERTS: Final = (
-    "capacity_factor",
-    "dispatcher",
-    "expert_tp",
-    "sequential_experts",
-    "deterministic",
-    "ep_comm_overlap",
+    *("capacity_factor", "dispatcher", "expert_tp", "sequential_experts"),
+    *("deterministic", "ep_comm_overlap"),
 )
-
-_OF_FSDP: Final = ("fsdp_version", "fsdp_wrap_layers_only", "reshard_after_forward", "gradient_sync", "reduce_dtype")
 
 
 def idle(asked: Resolved) -> Iterator[str]:
@@ -395,7 +389,7 @@ def idle(asked: Resolved) -> Iterator[str]:
         (layout.pp == 1, _OF_PIPELINES, " without a pipeline; give --pp"),
         (layout.zero == 0, ("zero_replicas",), " where nothing is sharded; give --zero"),
         (unbucketed, ("zero_buckets",), " without ZeRO, in pipelines and with --ep; give --zero 1, 2 or 3"),
-        (layout.zero != 3, _OF_FSDP, " without FSDP; give --zero 3"),
+        (layout.zero != 3, OF_FSDP, " without FSDP; give --zero 3"),
         (layout.zero == 3 and run.micro_batches == 1, ("gradient_sync",), " with one micro-batch a step"),
         (layout.cp == 1, ("cp_comm_type",), " without context parallelism; give --cp"),
         (not any(layer.experts for layer in model.kinds), _OF_EXPERTS, f": {model.name} has no experts"),
@@ -568,6 +562,7 @@ def layout_text(layout: Layout) -> str:
     groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
     wrapped = f", reshard after forward: {layout.reshard_after_forward}" if layout.resharding_differs else ""
     wrapped += ", FSDP groups of layers only" if layout.fsdp_wrap_layers_only else ""
+    wrapped += ", one FSDP unit" if layout.fsdp_one_unit else ""
     wrapped += ", gradients reduced in the last micro-batch" if layout.gradient_sync is GradientSync.LAST else ""
     return text + (f", ZeRO {layout.zero}{groups}{wrapped}" if layout.zero else "")
 

@@ -94,6 +94,7 @@ class CommonRequest:
         reduce_dtype: With --zero 3, dtype that gradients are reduced in: fp32, bf16, or compute (that of compute)
             [default: as --precision keeps gradients].
         fsdp_wrap_layers_only: Embedding, final norm and head stay in the root FSDP module, unsharded for the step.
+        fsdp_one_unit: With --fsdp-version 1: the model is one FSDP unit, without a policy of wrapping (NO_WRAP).
 
     DeepSpeed and CPU offload:
         zero_buckets: Live parameters and gradient buckets of ZeRO, in elements: default, none, or any of live=1e9,
@@ -152,6 +153,7 @@ class CommonRequest:
     gradient_sync: str | None = None
     reduce_dtype: str | None = None
     fsdp_wrap_layers_only: bool | None = field(default=None, metadata={"former": "outer_ends"})
+    fsdp_one_unit: bool | None = None
     fsdp_version: int | None = None
     zero_buckets: str | None = None
     reentrant: bool | None = None
@@ -245,6 +247,11 @@ class RunRequest(CommonRequest):
     max_position_embeddings: Tokens | None = field(default=None, metadata={"former": "positions"})
 
 
+OF_FSDP = (
+    *("fsdp_wrap_layers_only", "fsdp_one_unit", "reshard_after_forward", "fsdp_version", "gradient_sync"),
+    "reduce_dtype",
+)
+"""Settings of FSDP, which need --zero 3."""
 NOTHING_ASKED = RunRequest()
 DECIDED = ("recompute", "recompute_modules", "offload", "offload_modules", "micro_batches_without_recompute")
 """Fields that a plan decides."""

@@ -21,7 +21,7 @@ from jettison.families.config import read_config
 from jettison.families.family import kernels_for, model_code
 from jettison.families.presets import OWN_RUNS, PRESETS, hub_config, is_hub_id, preset, unknown_preset
 from jettison.formula.region import refuse_idle
-from jettison.request.options import RunRequest
+from jettison.request.options import OF_FSDP, RunRequest
 from jettison.spec.anchor import read_anchor
 from jettison.spec.fine_tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
@@ -224,32 +224,27 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     sizes = {name: given_or(getattr(request, name), 0 if name == "zero" else 1) for name in ("tp", "dp", "zero")}
     fields_of = rule(name, **sizes, lora=tuned, packed=0 if base is Base.GPTQ else tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
-    if given_or(request.zero, said.get("zero", 0)) != 3:
-        for field in ("reshard_after_forward", "reduce_dtype", "gradient_sync"):
-            said.pop(field, None)  # no all-gathers
-    if given_or(request.pp, 1) > 1:
-        said.pop("keep_logits", None)  # the schedule calls the model
-    if given_or(request.pp, 1) > 1 or request.gradients not in (None, "one-by-one"):
-        said.pop("gradient_sync", None)
-    if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
-        for field in ("fsdp_wrap_layers_only", "fsdp_version"):
-            said.pop(field, None)  # pipelines and expert parallelism have other groups
-    if request.reshard_after_forward not in (None, Reshard.ALWAYS):
-        said.pop("fsdp_version", None)  # an option of FSDP2
-    groups, modules = (
-        ("fsdp_wrap_layers_only", "fsdp_version", "reshard_after_forward", "gradient_sync", "reduce_dtype"),
-        ("zero_buckets",),
-    )  # of FSDP; of DeepSpeed
-    for field in groups if _given(request, modules) else modules if _given(request, groups) else ():
-        said.pop(field, None)
-    if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
-        said.pop("kbit_upcast", None)  # only with the preset's precision
-    if request.offload_optimizer is not None and request.gradients is None:
-        said["gradients"] = "one-by-one"  # in addition to DeepSpeed's buffer of shards
+    pipelined, reshard, modules = given_or(request.pp, 1) > 1, request.reshard_after_forward, ("zero_buckets",)
+    other_groups = pipelined or given_or(request.ep, 1) > 1 or (reshard or "").isdecimal()
+    other_precision = request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision")))
     asked = fields_of["kernels"] if request.kernels is None else request.kernels
     own = asked != fields_of["kernels"] and kernel_set(asked).loss is not Loss.UPCAST
-    if own or model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
-        said.pop("loss", None)  # such kernels or such a head have their own loss
+    own = own or model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None
+    for unfit, names in (
+        (given_or(request.zero, said.get("zero", 0)) != 3, ("reshard_after_forward", "reduce_dtype", "gradient_sync")),
+        (pipelined, ("keep_logits",)),  # the schedule calls the model
+        (pipelined or request.gradients not in (None, "one-by-one"), ("gradient_sync",)),
+        (other_groups, ("fsdp_wrap_layers_only", "fsdp_version")),  # of pipelines and expert parallelism
+        (reshard not in (None, Reshard.ALWAYS), ("fsdp_version",)),  # an option of FSDP2
+        (_given(request, modules), OF_FSDP),  # DeepSpeed gathers by module
+        (_given(request, OF_FSDP), modules),
+        (other_precision, ("kbit_upcast",)),
+        (own, ("loss",)),  # such kernels or such a head have their own loss
+    ):
+        for field in names if unfit else ():
+            said.pop(field, None)
+    if request.offload_optimizer is not None and request.gradients is None:
+        said["gradients"] = "one-by-one"  # in addition to DeepSpeed's buffer of shards
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
@@ -303,6 +298,7 @@ _OF_A_RUN: Final = (
 _OF_A_LAYOUT: Final = (
     *("tp", "pp", "cp", "ep", "dp", "expert_tp", "virtual_stages", "micro_batch_group", "wgrad_deferral_limit", "zero"),
     *("zero_replicas", "zero_redundancy_optimizer", "gathered_inputs", "stage_buffers", "fsdp_wrap_layers_only"),
+    "fsdp_one_unit",
 )
 
 

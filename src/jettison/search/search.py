@@ -19,7 +19,7 @@ from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
-from jettison.request.options import CommonRequest, RunRequest
+from jettison.request.options import OF_FSDP, CommonRequest, RunRequest
 from jettison.request.resolve import flag_of, resolve, word
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
 from jettison.search.evaluate import Evaluated, Evaluator, Journal, SearchQuestion
@@ -98,15 +98,8 @@ class SearchRequest(CommonRequest):
             )
         if self.optimizer in DIST_MUONS:
             return (1,), "optimizer"
-        of_shards = {
-            "fsdp_wrap_layers_only": self.fsdp_wrap_layers_only,
-            "reshard_after_forward": self.reshard_after_forward,
-            "fsdp_version": self.fsdp_version == 1,
-            "gradient_sync": self.gradient_sync == GradientSync.LAST,
-            "reduce_dtype": self.reduce_dtype,
-        }
-        for name, given in of_shards.items():
-            if given:
+        for name in OF_FSDP:
+            if getattr(self, name) not in (None, False, 2, GradientSync.EACH):  # the defaults need no shards
                 return (3,), name
         return moved.zeros, "offload_optimizer" if host else ""
 

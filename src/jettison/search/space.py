@@ -19,7 +19,7 @@ from jettison.core.errors import UsageError
 from jettison.spec.device_allowance import FitBudget
 from jettison.spec.fine_tuning import Upcast
 from jettison.spec.kernels import CpCommType, Kernels, Loss
-from jettison.spec.layout import GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
+from jettison.spec.layout import OF_FULL_SHARDS, GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients, Precision
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import COMPILED_MODES, Run, recipe_misfit
@@ -34,8 +34,7 @@ PLANS: Final = tuple(map(str, (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mod
 """Default recompute modes of a search; "every" is `every:K` for each K above 1 that divides a stage's layers."""
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
-_OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks", "gradient_sync")
-"""Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""
+"""Fields of the template's layout that every candidate has; those of candidates under ZeRO 3 are `OF_FULL_SHARDS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +341,7 @@ class Space:
         flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {
             "mtp_num_layers": template.model.mtp_num_layers
         }
-        of_template = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
+        of_template = {name: getattr(own, name) for name in OF_FULL_SHARDS}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 inputs = (

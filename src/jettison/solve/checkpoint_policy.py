@@ -543,8 +543,9 @@ def saved_by(program: Program, module: str) -> frozenset[int]:
             path = f"{module.removeprefix('own_').replace('attn', 'attention')}"
             return _where(program, lambda op: op.path == path) if path in _own_norms(program) else frozenset()
         case "qkv_linear":
-            first, latent = min(_core(program), default=0), _is_latent(program)
-            return _where(program, lambda op: op.index < first and _makes_heads(op, latent))
+            first = min(_core(program), default=0)
+            own = ("attention",) if _is_latent(program) else ()  # it rotates heads inside the module that makes them
+            return _where(program, lambda op: op.index < first and (op.path.startswith("attention.") or op.path in own))
         case "normed_qkv":
             within = frozenset() if _is_latent(program) else saved_by(program, "attn_norm")
             return saved_by(program, "qkv_linear") | within
@@ -611,11 +612,6 @@ def _is_sparse(program: Program) -> bool:
 
 def _is_latent(program: Program) -> bool:
     return any(op.path == "attention.key_value_down" for op in program.ops)
-
-
-def _makes_heads(op: Op, latent: bool) -> bool:
-    """Whether the op makes heads. Multi-latent attention rotates heads inside the module that makes them."""
-    return op.path.startswith("attention.") or (latent and op.path == "attention")
 
 
 def _where(program: Program, said: Callable[[Op], bool]) -> frozenset[int]:

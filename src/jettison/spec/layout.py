@@ -7,12 +7,12 @@ shards activations that tensor parallelism replicates, along s over the axis "tp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import product
 from reprlib import repr as short
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import non_defaults
@@ -123,6 +123,13 @@ class GradientSync(StrEnum):
     LAST = "last"  # the last one of a step: FSDP1's ``no_sync``, ``set_requires_gradient_sync(False)`` of FSDP2
 
 
+OF_FULL_SHARDS: Final = (
+    *("reshard", "reshard_ranks", "gradient_sync"),
+    *("fsdp_wrap_layers_only", "fsdp_one_unit", "flat_parameters"),
+)
+"""Fields of a layout that need zero 3."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes, pipeline schedule and sharding.
@@ -149,6 +156,7 @@ class Layout:
         gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers``: after the last.
         flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
         fsdp_wrap_layers_only: with zero 3, embedding, final norm and head belong to FSDP2's root group.
+        fsdp_one_unit: with flat parameters, all layers belong to the root unit: no policy of wrapping.
         buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.
 
     Raises:
@@ -177,6 +185,7 @@ class Layout:
     reshard_ranks: int = 0
     gradient_sync: GradientSync = GradientSync.EACH
     fsdp_wrap_layers_only: bool = False
+    fsdp_one_unit: bool = False
     flat_parameters: bool = False
     buckets: ZeroBuckets | None = None
     stage_layers: tuple[int, ...] = ()
@@ -236,6 +245,7 @@ class Layout:
             "--fsdp-wrap-layers-only": self.fsdp_wrap_layers_only,
             f"--gradient-sync {self.gradient_sync}": self.gradient_sync is GradientSync.LAST,
             "--fsdp-version 1": self.flat_parameters,
+            "--fsdp-one-unit": self.fsdp_one_unit,
         }
         for flag, given in flags.items():
             if given and self.zero != 3:
@@ -266,6 +276,10 @@ class Layout:
                 "got --fsdp-version 1 with --pp, --ep or --reshard-after-forward, which are not modelled together: "
                 "drop them, or give --fsdp-version 2"
             )
+        if self.fsdp_one_unit and not self.flat_parameters:
+            raise UsageError(
+                "got --fsdp-one-unit, which is FSDP1's without a policy of wrapping: give --fsdp-version 1"
+            )
         ranks = self.reshard_ranks
         conflict = self.pp > 1 or self.fsdp_wrap_layers_only
         if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or conflict):
@@ -276,17 +290,8 @@ class Layout:
 
     def at_zero(self, zero: int) -> Layout:
         """Return this layout at another ZeRO stage; below 3 no parameters are all-gathered."""
-        if zero == 3:
-            return replace(self, zero=zero)
-        return replace(
-            self,
-            zero=zero,
-            reshard=Reshard.ALWAYS,
-            reshard_ranks=0,
-            gradient_sync=GradientSync.EACH,
-            fsdp_wrap_layers_only=False,
-            flat_parameters=False,
-        )
+        usual: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in OF_FULL_SHARDS and zero < 3}
+        return replace(self, zero=zero, **usual)
 
     def places(self, index: int) -> tuple[int, ...]:
         """Positions in the model of a stage's chunks."""

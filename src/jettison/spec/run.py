@@ -312,6 +312,8 @@ def _syncs(run: Run) -> Iterator[str]:
     """Reject --reduce-dtype and --gradient-sync where FSDP does not reduce autograd's gradients."""
     if run.precision.reduced is not None and run.layout.zero != 3:
         yield f"got --reduce-dtype and --zero {run.layout.zero}; it needs --zero 3"
+    if run.layout.fsdp_one_unit and run.tuning is not None:
+        yield "got --fsdp-one-unit with --lora; gradients of one unit with frozen weights are not modelled: drop one"
     if run.layout.gradient_sync is GradientSync.LAST and run.gradients is not Gradients.ONE_BY_ONE:
         yield (
             f"got --gradient-sync {run.layout.gradient_sync} with gradients {run.gradients}; FSDP keeps "

@@ -59,8 +59,11 @@ def _fsdp(keys: Keys, key: str) -> None:
     # strategies/parallel.py, ``block_backward_sync``: FSDP1 satisfies its protocol of DistributedDataParallel
     reduces_last(keys, remedy="a strategy whose block_backward_sync does nothing")
     wrapped = f"{_ARGUMENTS}.auto_wrap_policy"
-    if not keys.has(wrapped):
-        keys.notes.append("the file has no auto_wrap_policy; an FSDP unit per layer is counted")
+    if not keys.has(wrapped) and sharding != "shard_grad_op":
+        keys.give("fsdp_one_unit", True)
+        keys.notes.append(
+            "the file has no auto_wrap_policy; one FSDP unit is counted, as if no configure_model had any"
+        )
     keys.read(wrapped, why="a unit per layer")
     for key in (f"{_ARGUMENTS}.activation_checkpointing_policy", f"{_ARGUMENTS}.activation_checkpointing"):
         if keys.has(key):
