@@ -16,6 +16,12 @@ NOTE [ Events ]
 Allocations and frees are those of `formula.liveness`, whose replay counts them, in the order of the step: parameters,
 each micro-batch's forwards and backwards, gradients until the optimizer has stepped, its state in the first step.
 Sharded parameters and buffers of frameworks are left out.
+
+NOTE [ Pipelines of DeepSpeed ]
+The first stage of a 1F1B schedule under ZeRO 1 (``runtime/zero/stage_1_and_2.py``, ``runtime/engine.py``, 2151c78):
+parameters are flattened on the CPU, so that the blocks of single ones stay cached; a rank's share is copied and cast to
+fp32; ``initialize_optimizer_states`` steps on a zero gradient. After the backwards gradients are flattened bucket by
+bucket (``allreduce_bucket``; ``contiguous_gradients`` is off), and the step flattens a rank's own and casts them.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp
 from jettison.predict.forecast import Stage, forecast_sizes
 from jettison.predict.stages import FULL, StageRegion, cached_segments, named_frames
+from jettison.spec.layout import ZeroBuckets
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
@@ -75,6 +82,10 @@ class CachingAllocator:
         self.blocks[key] = address, pool
         self.allocated += whole
         self.peak = max(self.peak, self.allocated)
+
+    def size(self, key: Key) -> int:
+        """Bytes of a block."""
+        return self._sizes[self.blocks[key][0]]
 
     def _put(self, pool: int, address: int, size: int) -> None:
         insort(self._free[pool], (size, address))
@@ -182,6 +193,7 @@ class _Steps:
             self.allocator.allocate(("parameter", number), w.held_bytes * stage.static.parameters // total)
         self.allocator.allocate(("fixed",), self.load.fixed - stage.static.parameters)
         self.learned = [w.numel for w in weights if not w.frozen]
+        self._live: dict[int, tuple[list[dict[Hashable, Key]], Counter[Key]]] = {}
 
     @staticmethod
     def _parts(stage: Stage) -> list[StageRegion]:
@@ -201,13 +213,18 @@ class _Steps:
             allocator.free(key)
 
     def _micro_batch(self, number: int) -> None:
+        self._forwards(number)
+        self._backwards(number)
+
+    def _forwards(self, number: int) -> Key | None:
+        """Forward of a micro-batch; the block of its output."""
         allocator, references = self.allocator, Counter[Key]()
         held: list[dict[Hashable, Key]] = [{} for _ in self.parts]
         given: Key | None = None
         for i, part in enumerate(self.parts):
             program, own = part.region.program, held[i]
             for (b,), nbytes in _forward(part.region, part.kept):
-                key: Key = ("forward", i, b)
+                key: Key = ("forward", number, i, b)
                 if nbytes:
                     allocator.allocate(key, nbytes)
                     own[b], references[key] = key, 1
@@ -222,6 +239,11 @@ class _Steps:
             given = own.get(out)
             if given and out in part.kept and not program.buffers[out].free:
                 references[given] += 1
+        self._live[number] = held, references
+        return given
+
+    def _backwards(self, number: int) -> None:
+        allocator, (held, references) = self.allocator, self._live.pop(number)
         came: Key | None = None
         for i, part in reversed([*enumerate(self.parts)]):
             events, left = _backward(part, self.run.gradient_rule, number > 0)
@@ -239,7 +261,7 @@ class _Steps:
             for gone in [each for each in allocator.blocks if each[0] == "backward" and each != came]:
                 allocator.free(gone)
             came = came if came in allocator.blocks else None
-        for gone in [each for each in allocator.blocks if each[0] in ("forward", "backward")]:
+        for gone in [each for each in allocator.blocks if each[0] == "backward" or each[:2] == ("forward", number)]:
             allocator.free(gone)
 
     def _drop(self, references: Counter[Key], key: Key | None) -> None:
@@ -248,6 +270,65 @@ class _Steps:
         references[key] -= 1
         if references[key] <= 0 and key in self.allocator.blocks:
             self.allocator.free(key)
+
+
+class _Pipeline(_Steps):
+    """The first stage of a run: NOTE [ Pipelines of DeepSpeed ]."""
+
+    def __init__(self, run: Run) -> None:
+        stage = forecast_sizes(run).stages[0]
+        self.run, self.allocator, self.parts = run, CachingAllocator(), self._parts(stage)
+        self.bucket = (run.layout.buckets or ZeroBuckets()).reduce
+        weights = [w.numel for part in self.parts for w in part.region.weights if not w.tied]
+        self.share = sum(weights) // run.layout.dp
+        self._live = {}
+        allocate, free = self.allocator.allocate, self.allocator.free
+        for number, numel in enumerate(weights):
+            allocate(("single", number), 2 * numel)
+        allocate(("flat",), 2 * sum(weights))
+        for number, _ in enumerate(weights):
+            free(("single", number))
+        for name, each in (("copy", 2), ("master", 4), ("zero", 4), ("mean", 4), ("square", 4)):
+            allocate((name,), each * self.share)
+            if name == "master":
+                free(("copy",))
+        free(("zero",))
+
+    def step(self, *, first: bool = False, lengths: Sequence[int] = ()) -> None:
+        """One step of all stages' warm-up and four more micro-batches."""
+        ahead, allocator = self.run.layout.pp, self.allocator
+        for number in range(ahead + 4):
+            output = self._forwards(number)
+            self._drop(self._live[number][1], output)  # sent
+            if number >= ahead - 1:
+                self._backwards(number - ahead + 1)
+        for number in sorted(self._live):
+            self._backwards(number)
+        gradients = {key: allocator.blocks[key] for key in allocator.blocks if key[0] == "weight"}
+        sizes = [allocator.size(key) for key in gradients]
+        while sizes:
+            bucket = sizes.pop()
+            while sizes and bucket + sizes[-1] <= 2 * self.bucket:
+                bucket += sizes.pop()
+            allocator.allocate(("bucket",), bucket)
+            allocator.free(("bucket",))
+        kept = 0
+        for key in gradients:  # of other ranks: freed
+            kept += allocator.size(key)
+            if kept > 2 * self.share:
+                allocator.free(key)
+        allocator.allocate(("flattened",), 2 * self.share)
+        allocator.allocate(("wide",), 4 * self.share)
+        for key in [key for key in allocator.blocks if key[0] in ("weight", "flattened", "wide")]:
+            allocator.free(key)
+
+
+def simulated_pipeline(run: Run, steps: int = STEPS) -> CachingAllocator:
+    """The allocator of a pipeline's first stage after some steps under DeepSpeed's ZeRO 1."""
+    pipeline = _Pipeline(run)
+    for _ in range(steps):
+        pipeline.step()
+    return pipeline.allocator
 
 
 def simulated(run: Run, lengths: Sequence[Sequence[int]] = ((),) * STEPS) -> CachingAllocator:

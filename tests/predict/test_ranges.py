@@ -15,7 +15,7 @@ from benchmarks.ranges import Row, ordered, pool, quantile, shares, stated
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB, format_bytes
 from jettison.predict.forecast import forecast
-from jettison.predict.optimizer_step import segments_after_update
+from jettison.predict.optimizer_step import flat_buffers, segments_after_update
 from jettison.predict.ranges import (
     DATA,
     UNEVEN,
@@ -290,6 +290,18 @@ def test_streams_of_fsdp_have_segments_of_their_own() -> None:
     assert segments_beyond(run, 40 * GIB) == cached_segments(run) + other_streams(run)
     for other in ({"like": "deepspeed"}, {"like": "torchtitan", "zero": 2}, {"like": "torchtitan", "dp": 1}):
         assert other_streams(run_of("llama3-8b", RunRequest(**({"dp": 8, "zero": 3} | other)))) == 0
+
+
+def test_flat_gradients_of_deepspeed_have_segments_of_their_own() -> None:
+    """Two copies of a rank's gradients, which a peak within the step has, and a bucket under ZeRO 1."""
+    given = RunRequest(like="deepspeed", dp=4, zero=1, recompute="full", micro_batches=2)
+    run, copies, bucket = run_of("llama3-8b", given), 6 * 8_030_261_248 // 4, 2 * 500_000_000
+    assert flat_buffers(run, 80 * GIB) == copies + bucket
+    assert flat_buffers(run, 40 * GIB) == bucket
+    assert segments_beyond(run, 80 * GIB) == cached_segments(run) + copies + bucket
+    assert flat_buffers(run_of("llama3-8b", replace(given, zero=2)), 80 * GIB) == copies
+    for other in ({"zero": 3}, {"zero": 2, "offload_optimizer": "deepspeed"}, {"optimizer": "adamw"}):
+        assert flat_buffers(run_of("llama3-8b", replace(given, **other)), 80 * GIB) == 0
 
 
 @pytest.mark.parametrize("size", [2, 16, 120, 700])

@@ -200,9 +200,9 @@ def test_every_axis_has_a_communicator_and_experts_need_more() -> None:
     device = Run(model=preset("gpt2"), seq=128).kernels.device
     alone = fixed_allowance(Layout(), device).expected
     layouts = {Layout(tp=2): 1, Layout(tp=2, pp=2): 2, Layout(tp=2, pp=2, cp=2): 3, Layout(dp=2): 1}
-    engine = ZeroBuckets()  # a replica, tied weights, two neighbors; under tensor parallelism all axes again, all ranks
-    layouts |= {Layout(dp=2, buckets=engine): 1, Layout(dp=2, pp=2, buckets=engine): 2 + 4}
-    layouts[Layout(tp=2, dp=2, pp=2, buckets=engine)] = 2 * 3 + 1 + 4
+    engine = ZeroBuckets()  # a replica; under tensor parallelism its own axis and all ranks; pairs of stages: nothing
+    layouts |= {Layout(dp=2, buckets=engine): 1, Layout(dp=2, pp=2, buckets=engine): 2 + 1}
+    layouts[Layout(tp=2, dp=2, pp=2, buckets=engine)] = 3 + 1 + 2
     for layout, count in layouts.items():
         assert fixed_allowance(layout, device).expected - alone == count * GIB // 2
     assert fixed_allowance(Layout(dp=2, ep=2), device).expected - alone == 2 * GIB

@@ -24,7 +24,7 @@ from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
-from jettison.spec.layout import Layout
+from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import NO_OFFLOAD, Optimizer, OptimizerOffload, Precision
 
 SCALE_BLOCK, NARROW_BLOCK = 256, 128
@@ -227,3 +227,18 @@ def _factored(weight: Weight, elements: int) -> int:
     matrices = prod(weight.shape[:-2])
     whole = 4 * matrices * (rows + columns)
     return -(-whole * elements // weight.total)
+
+
+def copied_gradients(layout: Layout, held: Precision, total: ModelStates) -> int:
+    """Copies of a rank's gradients in DeepSpeed's step: a flat one, and another in the dtype of the master.
+
+    ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
+    sub-group, which ends with the parameter that brings it to a billion elements; ``stage_1_and_2.py``, ``step``, the
+    same for the full partition. The gradients themselves are live until then.
+    """
+    if layout.zero == 0 or held.master is None:
+        return 0
+    wide = DTYPE_BYTES[held.master]
+    elements = total.master // wide
+    elements = min(elements, (layout.buckets or ZeroBuckets()).sub_group) if layout.zero == 3 else elements
+    return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))

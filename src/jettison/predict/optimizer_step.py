@@ -39,7 +39,7 @@ from functools import lru_cache
 from math import lcm, prod
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.model_states import ModelStates, model_states, state_bytes, together
+from jettison.formula.model_states import ModelStates, copied_gradients, model_states, state_bytes, together
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape, most_of_passes, outline
@@ -240,7 +240,7 @@ def step_bytes(run: Run, total: ModelStates, chunks: Sequence[Chunk]) -> int:
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
     if run.optimizer is Optimizer.ADAMW_ON_COPIES:
-        return _copied_gradients(run, total)
+        return copied_gradients(run.layout, run.precision, total)
     if run.updates_on_cpu:
         return total.stepping if run.optimizer is Optimizer.ADAMW else 2 * total.largest
     return muon_step_bytes(run, chunks)
@@ -259,20 +259,16 @@ def segments_after_update(run: Run) -> int:
     return most
 
 
-def _copied_gradients(run: Run, total: ModelStates) -> int:
-    """Copies of a rank's gradients in DeepSpeed's step: a flat one, and another in the dtype of the master.
-
-    ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
-    sub-group, which ends with the parameter that brings it to a billion elements; ``stage_1_and_2.py``, ``step``, the
-    same for the full partition. The gradients themselves are live until then.
-    """
-    held = run.precision
-    if run.layout.zero == 0 or held.master is None:
-        return 0
-    wide = DTYPE_BYTES[held.master]
-    elements = total.master // wide
-    elements = min(elements, (run.layout.buckets or ZeroBuckets()).sub_group) if run.layout.zero == 3 else elements
-    return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))
+def flat_buffers(run: Run, allocated_bytes: int) -> int:
+    """Bytes of flat gradients beyond a peak, of whose step they are a part: NOTE [ Cached segments ]."""
+    most, zero = 0, run.layout.zero
+    for chunks in outline(run) if run.optimizer is Optimizer.ADAMW_ON_COPIES and zero in (1, 2) else ():
+        total = stage_state(run, chunks)
+        copies = step_bytes(run, total, chunks)
+        bucket = (run.layout.buckets or ZeroBuckets()).reduce * DTYPE_BYTES[run.precision.gradient]
+        in_step = total.parameters + total.state + total.gradients + copies >= allocated_bytes
+        most = max(most, copies * (not in_step) + min(bucket, total.gradients) * (zero == 1 and copies > 0))
+    return most
 
 
 def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.files import read_table
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.optimizer_step import segments_after_update
+from jettison.predict.optimizer_step import flat_buffers, segments_after_update
 from jettison.predict.stages import cached_segments, other_streams, segments_before_training
 from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, FitVerdict, Limit, Range, fixed_allowance
 from jettison.spec.frameworks import named
@@ -183,6 +183,7 @@ def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds:
 def segments_beyond(run: Run, allocated_bytes: int, hardware: str = "") -> int:
     """Return modelled bytes in segments in addition to those allocated at the peak of a step."""
     cached = min(cached_segments(run), allocated_bytes // (1 if run.outgrows_segments else 4)) + other_streams(run)
+    cached += flat_buffers(run, allocated_bytes)
     reserved = max(segments_before_training(run, hardware), segments_after_update(run))
     found = max(cached, reserved - allocated_bytes)
     if hardware in hardware_names():  # an allocator that runs short frees its cached segments

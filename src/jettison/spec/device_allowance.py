@@ -35,6 +35,8 @@ passes, are reserved together.
 FSDP reduces gradients on one stream of its own and gathers on another, and no other stream takes their blocks:
 gradients count although ``zero_grad`` freed them, unless a micro-batch before had them at the peak, and gathered
 weights once more, as they are copied out (torch, ``distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
+DeepSpeed's ZeRO 1 and 2 step on flat gradients of a rank, in two dtypes, and ZeRO 1 reduces flat buckets
+(``stage_1_and_2.py``, ``step``, ``allreduce_bucket``, 2151c78): no block that a pass frees holds one of these.
 """
 
 from __future__ import annotations
@@ -72,27 +74,24 @@ FRAGMENTS: Final = (Fraction(1, 100), Fraction(3, 100), Fraction(8, 100))
 def communicators(layout: Layout) -> int:
     """Number of communicators: one for each mesh axis with more than one rank; an engine's models have more.
 
-    ``deepspeed/runtime/pipe/topology.py``, ``PipelineParallelGrid``, 2151c78: of a replica, of tied weights, with each
-    neighbor; a tensor-parallel model's own (``megatron/mpu/initialize.py``): of every axis, of all ranks.
+    ``deepspeed/runtime/pipe/topology.py``, ``PipelineParallelGrid``, 2151c78: of a replica; a tensor-parallel model's
+    own (``megatron/mpu/initialize.py``): of its axis, of all ranks. Those of one rank a node have few channels, whose
+    buffers are in host memory without GPUDirect (NCCL 2.10, ``src/transport/net.cc``), and count nothing.
     """
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp))
-    engine = layout.buckets is not None
-    return axes + engine * (4 * (layout.pp > 1) + (axes + 1) * (layout.tp > 1))
+    return axes + (layout.buckets is not None) * ((layout.pp > 1) + 2 * (layout.tp > 1))
 
 
+@lru_cache(maxsize=1024)
 def fixed_allowance(layout: Layout, device: Device) -> Allowance:
     """Allowance that does not depend on the peak: all but fragments."""
-    return _fixed(communicators(layout), layout.ep > 1, device)
-
-
-@lru_cache(maxsize=64)
-def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
     if device is Device.CPU:
         return Allowance(low=0, expected=0, high=0)
-    parts = (CONTEXT, WORKSPACE, *(COMMUNICATOR,) * talking, *(ALL_TO_ALL,) * experts)
+    parts = (CONTEXT, WORKSPACE, *(COMMUNICATOR,) * communicators(layout), *(ALL_TO_ALL,) * (layout.ep > 1))
     return Allowance(*map(sum, zip(*parts, strict=True)))
 
 
+@lru_cache(maxsize=1024)
 def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0, *, context: int = 0) -> int:
     """Usable bytes for tensors of any run of a layout.
 
@@ -100,15 +99,10 @@ def available_to(hardware: Hardware, layout: Layout, device: Device, margin: flo
         margin: 0 for the expected allowance to 1 for its upper bound, linear between.
         context: bytes of a process in addition to the allowance.
     """
-    return _fitting(hardware.usable_bytes - context, communicators(layout), layout.ep > 1, device, Fraction(margin))
-
-
-@lru_cache(maxsize=1024)
-def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device, margin: Fraction) -> int:
-    fixed = _fixed(talking, experts, device)
-    room = usable_bytes - fixed.expected - margin * (fixed.high - fixed.expected)
+    fixed, part = fixed_allowance(layout, device), Fraction(margin)
+    room = hardware.usable_bytes - context - fixed.expected - part * (fixed.high - fixed.expected)
     _, expected, high = (Fraction(0),) * 3 if device is Device.CPU else FRAGMENTS
-    return max(0, int(room / (1 + expected + margin * (high - expected))))
+    return max(0, int(room / (1 + expected + part * (high - expected))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,15 +182,8 @@ class FitRule(StrEnum):
     @property
     def words(self) -> str:
         """Verb phrase for messages."""
-        return _RULE_WORDS[self]
-
-
-_RULE_WORDS: Final = {
-    FitRule.SURELY: "surely fits",
-    FitRule.EXPECTED: "is expected to fit",
-    FitRule.MAY: "may fit",
-    FitRule.BUDGET: "fits",
-}
+        words = {FitRule.SURELY: "surely fits", FitRule.EXPECTED: "is expected to fit", FitRule.MAY: "may fit"}
+        return words.get(self, "fits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
