@@ -9,9 +9,9 @@ import pytest
 
 from support import house
 
-MOST_LINES = 91_833
+MOST_LINES = 91_832
 MOST_FILES = 330
-MOST_LINES_OF = {("predict", "memory"): 5_469}
+MOST_LINES_OF = {("predict", "memory"): 5_466}
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"
