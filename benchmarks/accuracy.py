@@ -136,7 +136,6 @@ NOT_COUNTED: Final = {
     "experts-4bit": "experts in 4 bits are not modelled",
     "old-options": "norms and feed-forward blocks of flash-attn are not modelled",
     "two-lengths": "what 16384 tokens need more than 4096, a token, leaves less than nothing for weights",
-    "one-unit": "FSDP without a wrapping policy has all parameters in one unit, which is not described",
     "answers-alone": "logits are made and kept of the answers' tokens alone, whose number is not said",
     "own-modules": "attention, norms and AdamW are written out by hand, which is not described",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",

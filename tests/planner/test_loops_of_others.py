@@ -39,6 +39,31 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+class Scaled(Net):
+    """Its step says how much each output counts."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = super().forward(x) * self.scale
+        return found
+
+
+def test_what_a_step_assigns_to_a_module_is_set_before_planning() -> None:
+    """Planning runs the forward apart from the step as well, on copies whose assignments were undone."""
+
+    def step(model: Any, x: Tensor) -> None:
+        model.scale = 0.5
+        model(x).square().backward()
+
+    model, plain, x = net(Scaled), net(Scaled), batch()
+    with pytest.raises(TraceError, match=r"no attribute 'scale', .*: set it before planning"):
+        jettison.auto_checkpoint(model, x, ENOUGH, step=step)
+    model.scale = 1.0
+    with jettison.auto_checkpoint(model, x, ENOUGH, step=step):
+        step(model, x)
+    step(plain, x)
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 class Ranged(Net):
     """Makes a tensor of a number, which no op tells, and writes to it."""
 

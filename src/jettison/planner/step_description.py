@@ -234,9 +234,8 @@ def nbytes_of(batch: Any) -> int:
 
 def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) -> Any:
     """A fake batch, as if on the models' device; tensors that share memory still do."""
-    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
-        return batch
-    return fake_batch(batch, mode, device)
+    described = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch))
+    return fake_batch(batch, mode, device) if described else batch
 
 
 def _part(
@@ -247,7 +246,12 @@ def _part(
     def traced(call: ModelCall, regions: Iterable[str] | None) -> ModelTrace:
         with as_signed(call.switches):
             given = as_batch(call.args, call.kwargs)
-            return trace_model(model, given, loss_fn=_some_loss, regions=regions, mode=mode, loop=loop)
+            try:
+                return trace_model(model, given, loss_fn=_some_loss, regions=regions, mode=mode, loop=loop)
+            except AttributeError as error:  # step assigned it on copies, where its assignments were undone
+                raise TraceError(
+                    f"got {error}, expected one that runs apart from step: set it before planning"
+                ) from error
 
     first, *others = use.kinds
     if regions is None and loop.compile is not None:
