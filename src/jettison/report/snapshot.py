@@ -31,9 +31,8 @@ class SnapshotReport:
 
     @property
     def difference(self) -> PeakDifference | None:
-        """Difference of the busiest devices' peaks, by module and role, from the first to the second."""
-        both = [one.busiest.with_gradients for one in (self.snapshot, self.other) if one is not None]
-        return compare_timelines(*both) if self.other is not None else None
+        """From the first to the second."""
+        return None if self.other is None else compare_snapshots(self.snapshot, self.other)
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
@@ -60,6 +59,11 @@ class SnapshotReport:
             self.difference,
             names=tuple(one.name for one in both),
         )
+
+
+def compare_snapshots(before: Snapshot, after: Snapshot) -> PeakDifference:
+    """Difference of the busiest devices' peaks, by module and role."""
+    return compare_timelines(before.busiest.with_gradients, after.busiest.with_gradients)
 
 
 def timelines_page(
