@@ -4,6 +4,7 @@ random, wrappers that hand attributes on, autocast inside of a forward. Each is 
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -61,6 +62,39 @@ def test_what_a_step_assigns_to_a_module_is_set_before_planning() -> None:
     with jettison.auto_checkpoint(model, x, ENOUGH, step=step):
         step(model, x)
     step(plain, x)
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Watched(Net):
+    """Registers hooks anew in each forward: they collect what layers return."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found: list[Tensor] = []
+        hooks = [one.register_forward_hook(lambda _module, _args, result: found.append(result)) for one in self.layers]
+        out: Tensor = super().forward(x)
+        for hook in hooks:
+            hook.remove()
+        return out.square().mean() + sum(one.square().mean() for one in found)
+
+
+def test_what_hooks_of_one_forward_collect_goes_with_it() -> None:
+    """Each call of such a layer is recorded, on a copy that has the hooks as well and no cycle of references."""
+
+    def step(model: Any, x: Tensor) -> None:
+        model(x).backward()
+
+    model, plain, x = net(Watched), net(Watched), batch()
+    most = measured_peak(lambda: step(plain, x), static_tensors=static_tensors(plain, x)).peak_bytes
+    with jettison.auto_checkpoint(model, x, Bytes(most * 3 // 4)) as handle:
+        gc.collect()
+        gc.disable()
+        try:
+            step(model, x)
+            model.zero_grad()
+            peak = measured_peak(lambda: step(model, x), static_tensors=static_tensors(model, x)).peak_bytes
+        finally:
+            gc.enable()
+        assert peak <= handle.plan.predicted.peak_bytes
     assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
 
 

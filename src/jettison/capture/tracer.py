@@ -547,6 +547,8 @@ def trace_region(
                 output = forward_of(module, fake_model)(*fake_args, **fake_kwargs)
             trace = recorder.finish(output)
             state.refuse_unseen()
+    if copy:  # its own forward makes a cycle, in which what its hooks hold would outlive the user's forward
+        vars(fake_model).pop("forward", None)
     trace.share(shared)
     return trace
 
