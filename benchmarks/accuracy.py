@@ -411,7 +411,7 @@ def _bytes(
         found = _entry(figure, source, run, name, nbytes / peak, value, peak / size, unit)
         return replace(found, counted=counted)
     peak = sizes.first_step_peak_bytes if "first" in figure else sizes.peak_bytes
-    fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
+    fixed = fixed_allowance(run.layout, run.kernels.device, run.stack).expected if figure == "occupied" else 0
     scale, cached = sqrt(peak * GIB), segments_beyond(run, peak, gpu)
     modelled = peak + cached + fixed
     measured = (nbytes - modelled) / scale

@@ -9,7 +9,7 @@ import pytest
 
 from support import house
 
-MOST_LINES = 91_840
+MOST_LINES = 91_847
 MOST_FILES = 330
 MOST_LINES_OF = {("predict", "memory"): 5_466}
 TESTS = Path(__file__).parent

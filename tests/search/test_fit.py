@@ -17,7 +17,7 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.search import largest_fit as fit_module
 from jettison.search.largest_fit import Edge, fit
-from jettison.spec.device_allowance import FRAGMENTS, FitRule, fixed_allowance
+from jettison.spec.device_allowance import FRAGMENTS, FitRule, available_to, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import PRECISIONS, Gradients
@@ -194,6 +194,11 @@ def test_the_allowance_of_one_device() -> None:
     assert alone.expected == 768 * MIB + 64 * MIB  # the context, workspaces
     assert GIB // 4 < alone.low < alone.expected < alone.high < 2 * GIB
     assert needed(run, 100 * GIB) == 103 * GIB + alone.expected
+    eager = fixed_allowance(run.layout, run.kernels.device, "megatron-deepspeed")  # loads all kernels
+    assert eager.expected - alone.expected == (1573 - 768) * MIB
+    gpu = hardware("a100-80gb")
+    free = [available_to(gpu, run.layout, run.kernels.device, stack=stack) for stack in (None, "megatron-deepspeed")]
+    assert free[0] - free[1] == pytest.approx((1573 - 768) * MIB / 1.03, abs=2)
 
 
 def test_every_axis_has_a_communicator_and_experts_need_more() -> None:

@@ -126,7 +126,7 @@ def _reserved_and_device(found: Forecast, measured: MeasuredRun, anchor: RunAnch
     if allocated is None:
         allocated = found.peak_bytes + extra_bytes(anchor, found.run)
     root = sqrt(allocated * GIB)
-    fixed = fixed_allowance(found.run.layout, found.run.kernels.device).expected
+    fixed = fixed_allowance(found.run.layout, found.run.kernels.device, found.run.stack).expected
     reserved, device = measured.reserved, measured.device
     there: dict[str, Any] = {}
     if device is not None:

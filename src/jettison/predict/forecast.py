@@ -331,7 +331,7 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
     """Usable bytes of a device for tensors: the largest peak that fits with its expected allowance; 0 if none does."""
     anchor = run.anchor
     context = 0 if anchor is None else max(0, anchor.context or 0)
-    left = available_to(hardware, run.layout, run.kernels.device, context=context)
+    left = available_to(hardware, run.layout, run.kernels.device, context=context, stack=run.stack)
     return left if anchor is None else max(0, left - extra_bytes(anchor, run))
 
 

@@ -172,7 +172,7 @@ def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds:
         least *= float(1 + FRAGMENTS[0])
         floors = {"low": least, "expected": least, "high": allocated.high}
         reserved = Range(**{end: max(floor, modelled + getattr(beyond, end) * scale) for end, floor in floors.items()})
-        fixed = fixed_allowance(run.layout, run.kernels.device)
+        fixed = fixed_allowance(run.layout, run.kernels.device, run.stack)
         more = 0 if anchor is None else anchor.context or 0
         device = Range(**{end: at + max(0, getattr(fixed, end) + more) for end, at in asdict(reserved).items()})
         least += max(0, fixed.low + more)
@@ -187,7 +187,7 @@ def segments_beyond(run: Run, allocated_bytes: int, hardware: str = "") -> int:
     reserved = max(segments_before_training(run, hardware), segments_after_update(run))
     found = max(cached, reserved - allocated_bytes)
     if hardware in hardware_names():  # an allocator that runs short frees its cached segments
-        room = accelerator(hardware).usable_bytes - fixed_allowance(run.layout, run.kernels.device).expected
+        room = accelerator(hardware).usable_bytes - fixed_allowance(run.layout, run.kernels.device, run.stack).expected
         found = min(found, max(0, room - allocated_bytes))
     return found
 
@@ -217,7 +217,7 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool) -> int:
 def most_bytes(run: Run, layout: Layout, *, usable_bytes: int, budget_bytes: int | None = None) -> int:
     """Largest modelled bytes of a run that may fit, at the low end of their range: see `RunFigures.verdict`."""
     low = _allocated(run, GIB).low / GIB
-    fixed = fixed_allowance(layout, run.kernels.device).low
+    fixed = fixed_allowance(layout, run.kernels.device, run.stack).low
     fragments = 1.0 if run.kernels.device is Device.CPU else float(1 + FRAGMENTS[0])
     more = 0 if run.anchor is None else max(0, run.anchor.context or 0)
     most = (usable_bytes - fixed - more) / (low * fragments)

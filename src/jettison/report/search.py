@@ -201,8 +201,8 @@ class SearchReport:
         if (framework := self.request.get("runs_on")) not in (None, ANY):
             yield "runs on", f"{framework}: layouts and recompute modes that it can run (--runs-on {ANY}: all)"
         if answer.margin:
-            layout, kind = answer.best.candidate.setup.layout, template.kernels.device
-            free = available_to(device, layout, kind) - available_to(device, layout, kind, answer.margin)
+            where, stack = (device, answer.best.candidate.setup.layout, template.kernels.device), template.stack
+            free = available_to(*where, stack=stack) - available_to(*where, answer.margin, stack=stack)
             yield (
                 "margin",
                 f"{format_bytes(free)} stay free in addition to the expected contexts, communicators and fragments: "

@@ -353,7 +353,8 @@ class MemoryLimit:
         if self.may:
             usable = self._device.usable_bytes
             return most_bytes(space.template, setup.layout, usable_bytes=usable, budget_bytes=budget)
-        left = available_to(self._device, setup.layout, space.template.kernels.device, self.margin)
+        template = space.template
+        left = available_to(self._device, setup.layout, template.kernels.device, self.margin, stack=template.stack)
         return left if budget is None else min(left, budget)
 
     def budgets(self, setup: Setup, space: Space) -> tuple[FitBudget, ...]:

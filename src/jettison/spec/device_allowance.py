@@ -4,7 +4,8 @@ A forecast counts tensors. A process needs memory outside the caching allocator 
 expected and a high value, from these sources, each about one machine:
 
 - `CONTEXT`, the CUDA context and loaded kernels. A bare context takes 287 MB (pytorch#86509) to 426 MiB
-  (unsloth-zoo#1053) with lazy loading of kernels, and over 1 GB without it (pytorch#107667).
+  (unsloth-zoo#1053) with lazy loading of kernels. `EAGER_CONTEXT`, all of them, before CUDA 11.7: over 1 GB
+  (pytorch#107667), 1,573 MiB on an A100 (bigscience, train/tr11-176B-ml/chronicles-prequel.md).
 - `COMMUNICATOR`, one for each mesh axis with more than one rank. Over NVLink, 544 MB among two A100 and 688 MB among
   more (nccl#964); 0.65 GiB for each additional one of RCCL (LUMI-AI-Guide#111). Linear in channels, and nearly nothing
   for a split communicator that shares its parent's resources (nccl#986).
@@ -49,6 +50,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jettison.core.units import GIB, MIB, format_bytes
+from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 
@@ -65,6 +67,7 @@ class Allowance(NamedTuple):
 
 
 CONTEXT: Final = Allowance(low=4 * GIB // 10, expected=3 * GIB // 4, high=3 * GIB // 2)
+EAGER_CONTEXT: Final = Allowance(low=GIB, expected=1573 * MIB, high=2 * GIB)
 COMMUNICATOR: Final = Allowance(low=GIB // 10, expected=GIB // 2, high=GIB)
 ALL_TO_ALL: Final = Allowance(low=0, expected=GIB, high=3 * GIB)
 WORKSPACE: Final = Allowance(low=8 * MIB, expected=64 * MIB, high=256 * MIB)
@@ -83,24 +86,27 @@ def communicators(layout: Layout) -> int:
 
 
 @lru_cache(maxsize=1024)
-def fixed_allowance(layout: Layout, device: Device) -> Allowance:
+def fixed_allowance(layout: Layout, device: Device, stack: str | None = None) -> Allowance:
     """Allowance that does not depend on the peak: all but fragments."""
     if device is Device.CPU:
         return Allowance(low=0, expected=0, high=0)
-    parts = (CONTEXT, WORKSPACE, *(COMMUNICATOR,) * communicators(layout), *(ALL_TO_ALL,) * (layout.ep > 1))
+    context = EAGER_CONTEXT if named("stacks").get(stack or "", {}).get("loads_all_kernels") else CONTEXT
+    parts = (context, WORKSPACE, *(COMMUNICATOR,) * communicators(layout), *(ALL_TO_ALL,) * (layout.ep > 1))
     return Allowance(*map(sum, zip(*parts, strict=True)))
 
 
 @lru_cache(maxsize=1024)
-def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0, *, context: int = 0) -> int:
+def available_to(
+    gpu: Hardware, layout: Layout, device: Device, margin: float = 0.0, *, context: int = 0, stack: str | None = None
+) -> int:
     """Usable bytes for tensors of any run of a layout.
 
     Args:
         margin: 0 for the expected allowance to 1 for its upper bound, linear between.
         context: bytes of a process in addition to the allowance.
     """
-    fixed, part = fixed_allowance(layout, device), Fraction(margin)
-    room = hardware.usable_bytes - context - fixed.expected - part * (fixed.high - fixed.expected)
+    fixed, part = fixed_allowance(layout, device, stack), Fraction(margin)
+    room = gpu.usable_bytes - context - fixed.expected - part * (fixed.high - fixed.expected)
     _, expected, high = (Fraction(0),) * 3 if device is Device.CPU else FRAGMENTS
     return max(0, int(room / (1 + expected + part * (high - expected))))
 
