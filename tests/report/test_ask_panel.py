@@ -182,7 +182,7 @@ def test_a_trainers_file_is_planned_and_comes_back(
     assert opened.page.inner_text("#ask .command code") == line
     assert ask(opened) == "answered"
     assert "saved for backward" in str(opened.page.locator("#ask figure svg[role=img]").get_attribute("aria-label"))
-    assert "layers.0 to" in opened.page.inner_text("#ask .answer")
+    assert "layers.31" in opened.page.inner_text("#ask .answer")
     assert axe_violations(opened) == avoided_words(opened) == []
     assert no_sideways_scroll(opened, 390), too_wide(opened)
     with opened.page.expect_download() as download:
