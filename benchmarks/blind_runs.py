@@ -132,7 +132,7 @@ WHY = {
     "files: --loss in-forward",
     "experts-unsaid": "was refused: its configuration, written for the round, did not say that there are no experts",
     "cards-64gb": "its GPUs have 64 GB, as it states: a100-64gb and h100-64gb, which were no presets",
-    "one-unit": "FSDPStrategy without a policy of wrapping is one unit: --fsdp-one-unit",
+    "one-unit": "FSDPStrategy without an auto-wrap policy is one unit: --fsdp-one-unit",
     "less-than-loss": "not explained: it is less than weights and what logits take, fused as TransformerEngine does it",
     "scan-cp": "refused: context parallelism of state-space layers is not modelled",
     "compiled-experts": "refused: compiled experts have no closed form of their bytes",

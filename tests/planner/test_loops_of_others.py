@@ -56,7 +56,7 @@ def test_what_a_step_assigns_to_a_module_is_set_before_planning() -> None:
         model(x).square().backward()
 
     model, plain, x = net(Scaled), net(Scaled), batch()
-    with pytest.raises(TraceError, match=r"no attribute 'scale', .*: set it before planning"):
+    with pytest.raises(TraceError, match=r"no attribute 'scale'; .*: set it before planning"):
         jettison.auto_checkpoint(model, x, ENOUGH, step=step)
     model.scale = 1.0
     with jettison.auto_checkpoint(model, x, ENOUGH, step=step):

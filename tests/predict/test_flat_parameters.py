@@ -134,6 +134,22 @@ def test_the_peak_of_a_step_of_flat_parameters(
     assert forecast(run).peak_bytes == near
 
 
+def peak_of_a_step(model: FullyShardedDataParallel, run: Run, vocabulary: int) -> int:
+    """Bytes of the second step; with ``gradient_sync`` last, micro-batches before the last are in ``no_sync``."""
+    ids, last = torch.randint(1, vocabulary, (BATCH, SEQUENCE)), run.layout.gradient_sync is GradientSync.LAST
+
+    def step() -> None:
+        for number in range(1, run.micro_batches + 1):
+            with model.no_sync() if last and number < run.micro_batches else nullcontext():
+                model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids)) as counter:
+        step()
+    return counter.peak_bytes
+
+
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize("vocabulary", [64, 4096])
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -144,45 +160,25 @@ def test_the_peak_of_a_step_whose_gradients_stay_unsharded(
     model, run = wrapped(vocabulary, None, recompute, monkeypatch)
     layout = replace(run.layout, gradient_sync=GradientSync.LAST)
     run = replace(run, layout=layout, micro_batches=micro_batches)
-    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
-
-    def step() -> None:
-        for number in range(1, micro_batches + 1):
-            with model.no_sync() if number < micro_batches else nullcontext():
-                model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-
-    step()
-    with AllocationCounter(static_tensors(model, ids)) as counter:
-        step()
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)
+    peak = peak_of_a_step(model, run, vocabulary)
+    assert forecast(run).peak_bytes == pytest.approx(peak, abs=2048)
     sharded = forecast(replace(run, layout=replace(layout, gradient_sync=GradientSync.EACH)))
-    assert counter.peak_bytes > sharded.peak_bytes + sharded.parameters // 2
+    assert peak > sharded.peak_bytes + sharded.parameters // 2
 
 
 @pytest.mark.parametrize(("micro_batches", "sync"), [(1, "each"), (2, "each"), (2, "last")])
 @pytest.mark.parametrize("vocabulary", [64, 4096])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_of_a_step_of_one_unit(recompute: str, vocabulary: int, micro_batches: int, sync: str) -> None:
-    """Without a policy of wrapping, as Lightning's FSDPStrategy() and accelerate's NO_WRAP."""
+    """Without an auto-wrap policy, as Lightning's FSDPStrategy() and accelerate's NO_WRAP."""
     model, run = described(vocabulary, recompute)
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     layout = replace(run.layout, fsdp_one_unit=True, gradient_sync=GradientSync(sync))
     run = replace(run, layout=layout, micro_batches=micro_batches)
-    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
-
-    def step() -> None:
-        for number in range(1, micro_batches + 1):
-            with model.no_sync() if sync == "last" and number < micro_batches else nullcontext():
-                model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-
-    step()
-    with AllocationCounter(static_tensors(model, ids)) as counter:
-        step()
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)
+    peak = peak_of_a_step(model, run, vocabulary)
+    assert forecast(run).peak_bytes == pytest.approx(peak, abs=2048)
     by_layer = forecast(replace(run, layout=replace(layout, fsdp_one_unit=False)))
-    assert counter.peak_bytes > by_layer.peak_bytes + by_layer.parameters // 2
+    assert peak > by_layer.peak_bytes + by_layer.parameters // 2
 
 
 def test_one_unit_is_all_gathered_and_reduced_before_and_after_all_else() -> None:

@@ -174,7 +174,7 @@ def _split(model: Gpt, tp: DeviceMesh | None, *, sp: bool) -> Batch:
 # checks ---------------------------------------------------------------------------------------------------------------
 
 
-def beside(make: Callable[[torch.dtype, str], Ready], references: dict[str, Any]) -> dict[str, Any]:
+def with_references(make: Callable[[torch.dtype, str], Ready], references: dict[str, Any]) -> dict[str, Any]:
     """A layout with a plan: against the same without, to the bit; and against the whole model, by the gaps of the loss
     and of each gradient, with the gradient's largest element.
     """
@@ -234,7 +234,7 @@ def layouts(_: Any) -> dict[str, Any]:
 
 
 def other_layouts(_: Any) -> dict[str, Any]:
-    """What `layouts` leaves out."""
+    """Schedules and layouts for the slow suite, which `layouts` leaves out."""
     names = [name for name in SCHEDULES if name not in USUAL]
     if distributed.get_world_size() == 2:
         return pipelines(names)
@@ -243,12 +243,14 @@ def other_layouts(_: Any) -> dict[str, Any]:
 
 def fsdp() -> dict[str, Any]:
     line = init_device_mesh("cpu", (distributed.get_world_size(),))
-    return {"FSDP2": beside(lambda dtype, policy: sharded(dtype, policy, line, None), _references())}
+    return {"FSDP2": with_references(lambda dtype, policy: sharded(dtype, policy, line, None), _references())}
 
 
 def fsdp_and_tensor_parallel(*, sp: bool) -> dict[str, Any]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found = beside(lambda dtype, policy: sharded(dtype, policy, square["dp"], square["tp"], sp=sp), _references())
+    found = with_references(
+        lambda dtype, policy: sharded(dtype, policy, square["dp"], square["tp"], sp=sp), _references()
+    )
     return {f"FSDP2 x TP{' + SP' if sp else ''}": found}
 
 
@@ -256,7 +258,9 @@ def pipelines(names: Iterable[str]) -> dict[str, Any]:
     """A stage on each rank, or two, for each schedule."""
     line, references = init_device_mesh("cpu", (2,)), _references()
     return {
-        f"PP, {name}": beside(lambda dtype, policy, name=name: pipeline(dtype, policy, line, None, name), references)
+        f"PP, {name}": with_references(
+            lambda dtype, policy, name=name: pipeline(dtype, policy, line, None, name), references
+        )
         for name in names
     }
 
@@ -266,7 +270,7 @@ def tensor_parallel_pipelines(names: Iterable[str]) -> dict[str, Any]:
     references = _references()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     return {
-        f"TP + SP + PP, {name}": beside(
+        f"TP + SP + PP, {name}": with_references(
             lambda dtype, policy, name=name: pipeline(dtype, policy, square["pp"], square["tp"], name), references
         )
         for name in names

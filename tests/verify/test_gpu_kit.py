@@ -68,7 +68,7 @@ def documents(out: Path) -> dict[str, Any]:
 
 
 def run_sections(out: Path, *sections: str) -> dict[str, Any]:
-    """What the kit writes about each section, all of whose checks held."""
+    """Text of the kit about each section, all of whose checks held."""
     code, said = run_kit(out, "--quick", "--no-compile", "--sections", *sections)
     assert code == 0, said
     found = documents(out)

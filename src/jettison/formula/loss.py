@@ -277,10 +277,10 @@ def _in_forward(w: Writer, logits: Value, labels: Value) -> Value:
     ``cross_entropy_forward``): 2 bytes a logit, before and after. (From 2.18 on it is fp32, apart.) Liger-Kernel's
     ``cross_entropy=True`` (ead96b6, ``ops/cross_entropy.py``) gets what ``ForCausalLMLoss`` casts to fp32: 6 bytes.
     """
-    narrow = w.kernels.loss is Loss.TE
-    logits = logits if narrow else cast(w, logits, "float32")
+    uncast = w.kernels.loss is Loss.TE
+    logits = logits if uncast else cast(w, logits, "float32")
     kept = [Saved(logits, "gradient of the logits")]
-    name = f"{'te_parallel' if narrow else 'in_forward'}_cross_entropy"
+    name = f"{'te_parallel' if uncast else 'in_forward'}_cross_entropy"
     return w.tape.op(name, [logits, labels], (), "float32", (), saves=kept, grad=True, in_place=True)
 
 

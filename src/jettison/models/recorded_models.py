@@ -669,8 +669,9 @@ def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None
         return None
     parts = sorted({name.rsplit(".", name.count(".") - 1)[0] if name.count(".") > 1 else name for name, _ in unused})
     said = (
-        f"{' and '.join(parts)} ({count:,} parameters) are counted with the embedding: weights, gradients and "
-        "optimizer state. A batch of text does not run them: what they save and compute is not in the figures"
+        f"{' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} ({count:,} parameters) are counted with the "
+        "embedding: weights, gradients and optimizer state. A batch of text does not run them: what they save and "
+        "compute for images or sound is not in the figures"
     )
     left = tuple(words for words in model.left_out if not any(f"the {tower} tower" in words for tower in TOWERS))
     return replace(model, unused_weights=unused, left_out=(said, *left))

@@ -250,7 +250,7 @@ def _part(
                 return trace_model(model, given, loss_fn=_some_loss, regions=regions, mode=mode, loop=loop)
             except AttributeError as error:  # step assigned it on copies, where its assignments were undone
                 raise TraceError(
-                    f"got {error}, expected one that runs apart from step: set it before planning"
+                    f"got {error}; expected a forward that runs apart from step: set it before planning"
                 ) from error
 
     first, *others = use.kinds

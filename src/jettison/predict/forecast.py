@@ -183,7 +183,7 @@ def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
 
 
 def forecast_sizes(run: Run, chosen: Chosen | None = None) -> Forecast:
-    """`forecast`, several times as fast: equal regions have one name. `UsageError` where it has one."""
+    """`forecast`, several times as fast: equal regions have one name. Raise `UsageError` as that does."""
     return _forecast(run, outline(run, chosen), outline(plain(run)) if run.recompute.whole else ())
 
 

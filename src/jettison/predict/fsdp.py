@@ -51,7 +51,7 @@ FSDP1, ``torch/distributed/fsdp`` of 2.4 and 2.13: ``_runtime_utils.py``, ``_fla
 into the storage of its views (``_all_gather_flat_param``): its weights once, not twice. The root unit, with all that no
 layer has, stays unsharded from its forward to the end of the backward (``_post_forward_reshard``:
 ``not state._is_root``). In backward the previous unit is prefetched (``_pre_backward_hook``, ``BACKWARD_PRE``), except
-with reentrant checkpoints, whose recomputation all-gathers it. Without a policy of wrapping the root unit has all
+with reentrant checkpoints, whose recomputation all-gathers it. Without an auto-wrap policy the root unit has all
 layers: nothing is all-gathered for a backward, and each layer's gradients live until all are concatenated.
 
 PEFT wraps each adapter matrix separately (``peft/utils/other.py``, ``fsdp_auto_wrap_policy``). Their units come between

@@ -94,7 +94,7 @@ class CommonRequest:
         reduce_dtype: With --zero 3, dtype that gradients are reduced in: fp32, bf16, or compute (that of compute)
             [default: as --precision keeps gradients].
         fsdp_wrap_layers_only: Embedding, final norm and head stay in the root FSDP module, unsharded for the step.
-        fsdp_one_unit: With --fsdp-version 1: the model is one FSDP unit, without a policy of wrapping (NO_WRAP).
+        fsdp_one_unit: With --fsdp-version 1: the model is one FSDP unit, without an auto-wrap policy (NO_WRAP).
 
     DeepSpeed and CPU offload:
         zero_buckets: Live parameters and gradient buckets of ZeRO, in elements: default, none, or any of live=1e9,

@@ -134,7 +134,7 @@ def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent:
 
 MOST_CUTS = 3  # for each block
 LEAST_GAIN = 0.02  # lower peak, as a share, for one more buffer
-MOST_REPLAYED = 1_000_000  # ops for one more buffer, which takes a second
+MOST_REPLAYED = 1_000_000  # ops for one more buffer, which takes seconds
 
 
 def lean_points(

@@ -156,7 +156,7 @@ class Layout:
         gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers``: after the last.
         flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
         fsdp_wrap_layers_only: with zero 3, embedding, final norm and head belong to FSDP2's root group.
-        fsdp_one_unit: with flat parameters, all layers belong to the root unit: no policy of wrapping.
+        fsdp_one_unit: with flat parameters, all layers belong to the root unit: no auto-wrap policy.
         buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.
 
     Raises:
@@ -277,9 +277,7 @@ class Layout:
                 "drop them, or give --fsdp-version 2"
             )
         if self.fsdp_one_unit and not self.flat_parameters:
-            raise UsageError(
-                "got --fsdp-one-unit, which is FSDP1's without a policy of wrapping: give --fsdp-version 1"
-            )
+            raise UsageError("got --fsdp-one-unit, an FSDP1 without an auto-wrap policy: give --fsdp-version 1")
         ranks = self.reshard_ranks
         conflict = self.pp > 1 or self.fsdp_wrap_layers_only
         if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or conflict):
